@@ -1,0 +1,107 @@
+"""The engine's configuration: frozen, validated, with every limit an operator needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float64"]
+
+
+def _at_least(name: str, value: float, low: float, why: str = "") -> None:
+    if not value >= low:
+        raise ConfigError(f"{name}={value}: must be {low:g} or more{': ' + why if why else ''}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which weights, in which arithmetic."""
+
+    name: str
+    """What clients call it."""
+
+    source: str
+    """`package:NAME` (weights inside an installed Python package), a path to a `.gguf` file or to a
+    directory with `config.json` and safetensors, or a built-in: `fake`, `tiny`, `synthetic`."""
+
+    dtype: DType = "auto"
+    """`auto`: bfloat16 where the CPU multiplies it natively, else float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory exists and in what pieces."""
+
+    num_blocks: int
+    """Blocks. Block 0 is never handed out: padding writes land there."""
+
+    block_tokens: int = 16
+    """Tokens per block, which is also the unit of prefix hashing."""
+
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("num_blocks", self.num_blocks, 2, "block 0 is reserved")
+        _at_least("block_tokens", self.block_tokens, 1)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return (self.num_blocks - 1) * self.block_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step."""
+
+    max_running_requests: int = 64
+    max_waiting_requests: int = 1024
+    max_step_tokens: int = 512
+    """Token budget of one forward pass, decode tokens and prompt chunks together."""
+
+    max_chunk_tokens: int = 256
+    """Largest share of a step that one prompt may take, so that running streams keep their pace."""
+
+    ageing_s: float = 10.0
+    """Waiting this long raises a request by one priority level."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_running_requests", self.max_running_requests, 1)
+        _at_least("max_waiting_requests", self.max_waiting_requests, 0)
+        _at_least("max_step_tokens", self.max_step_tokens, 1)
+        _at_least("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _at_least("ageing_s", self.ageing_s, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: model, limits, memory."""
+
+    model: ModelConfig
+    max_context_tokens: int | None = None
+    """Prompt and output together. None: what the model was trained for."""
+
+    max_output_tokens: int | None = None
+    """None: whatever the context leaves."""
+
+    kv_memory_bytes: int = 512 * 1024 * 1024
+    block_tokens: int = 16
+    num_blocks: int | None = None
+    """Overrides `kv_memory_bytes`."""
+
+    prefix_caching: bool = True
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    num_threads: int | None = None
+    """Compute threads. None: one per core this process may use."""
+
+    def __post_init__(self) -> None:
+        _at_least("kv_memory_bytes", self.kv_memory_bytes, 1)
+        _at_least("block_tokens", self.block_tokens, 1)
+        for name in ("max_context_tokens", "max_output_tokens", "num_threads"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)

@@ -1,0 +1,68 @@
+"""The step plan: what one forward pass computes. A value, so that it can be broadcast to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import RequestId, SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of consecutive tokens of one request, computed in this pass.
+
+    # |<---------- already in KV ---------->|<--- token_ids --->|
+    # 0                                first_token    first_token + len(token_ids)
+    """
+
+    request_id: RequestId
+    first_token: int
+    """Absolute position of `token_ids[0]`."""
+
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    """Block table of the request, covering position 0 up to the end of this chunk."""
+
+    sample: bool
+    """The last token of the chunk is the request's last known one: sample its successor."""
+
+    @property
+    def end(self) -> int:
+        return self.first_token + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A request that starts running (for the first time, or again after preemption).
+
+    The executor keeps what sampling needs (parameters, counts) from here until `left`.
+    """
+
+    request_id: RequestId
+    params: SamplingParams
+    token_ids: tuple[int, ...]
+    """Everything known so far: prompt and output."""
+
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one forward pass computes, and what was taken back to afford it."""
+
+    chunks: tuple[Chunk, ...]
+    entered: tuple[Entered, ...] = ()
+    preempted: tuple[RequestId, ...] = ()
+    left: tuple[RequestId, ...] = ()
+    """Requests that finished, were cancelled or preempted since the last plan: forget their state."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the pass produced: one token for each chunk with `sample`, keyed by request."""
+
+    tokens: dict[RequestId, SampledToken]
