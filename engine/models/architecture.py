@@ -1,6 +1,6 @@
 """What distinguishes one decoder of the Llama family from another, as a value.
 
-Canonical tensor names, which every weight loader delivers and the decoder reads (shapes `[out, in]`):
+Canonical tensor names, which every weight loader delivers and the decoder reads:
 
     embed                       [vocab, hidden]
     layers.{i}.attn_norm        [hidden]
@@ -86,7 +86,7 @@ class Architecture:
 
     activation: Activation = "silu"
     window: int | None = None
-    """Sliding window: a token sees itself and the `window - 1` tokens before it. None: everything."""
+    """Sliding window: a token sees itself and the `window - 1` tokens before it. None: no limit."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -126,7 +126,8 @@ class Architecture:
         for name, token in specials:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(
-                    f"{self.name}: {name} holds {token}: must lie below vocab_size={self.vocab_size}"
+                    f"{self.name}: {name} holds {token}: "
+                    f"must lie below vocab_size={self.vocab_size}"
                 )
 
     @property
