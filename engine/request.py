@@ -78,7 +78,7 @@ class SamplingParams:
             )
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens}: must lie between 0 and max_tokens={self.max_tokens}",
+                f"min_tokens={self.min_tokens}: must be 0 to max_tokens={self.max_tokens}",
                 param="min_tokens",
             )
         if self.top_k < 0:
@@ -137,7 +137,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
-    """Tokens already emitted elsewhere (migration, P/D split in mid-answer). Counted in max_tokens."""
+    """Tokens already emitted elsewhere (after a migration). Counted in max_tokens."""
 
     priority: int = 0
     """Lower is served first."""

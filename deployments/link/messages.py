@@ -1,7 +1,7 @@
 """What travels on a link. Each message is a msgpack array whose first item is its `Kind`.
 
-Values only: numbers, strings, bytes and lists, never names that the other side must look up. Deadlines
-are remaining milliseconds, never timestamps: two hosts do not share a clock.
+Values only: numbers, strings, bytes and lists, never names that the other side must look up.
+Deadlines are remaining milliseconds, never timestamps: two hosts do not share a clock.
 
 ```
 gateway → decode   SUBMIT CANCEL CREDIT          decode → gateway   STEP REFUSE
@@ -143,8 +143,8 @@ class TokenLogprob:
 class StreamEvent:
     """What one engine step gave one choice of one stream.
 
-    `text` may be empty while a stop string or half a character is held back. With `finish` set it is
-    the choice's last event. `usage` comes once, with the last event of the last choice.
+    `text` may be empty while a stop string or half a character is held back. With `finish` set it
+    is the choice's last event. `usage` comes once, with the last event of the last choice.
     """
 
     stream_id: int
@@ -247,7 +247,7 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A decode replica's own account, sent on connect and on change: the queue is rebuilt from these."""
+    """A decode replica's own account, sent on connect and on change."""
 
     replica_id: str
     slots: int

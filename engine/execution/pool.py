@@ -12,9 +12,9 @@ class KVPool:
     """KV memory of one rank.
 
     `data` is `[num_blocks, layers, 2, block_tokens, kv_heads, head_dim]`. Blocks come first so that
-    everything one block holds, for any range of layers, is contiguous: a transport receives straight
-    into it. What attention reads of a layer is the strided view `[num_blocks, block_tokens, kv_heads,
-    head_dim]` whose rows are contiguous, as flash-attn's paged calls want it.
+    everything one block holds, for any range of layers, is contiguous: a transport receives
+    straight into it. What attention reads of a layer is the strided view `[num_blocks,
+    block_tokens, kv_heads, head_dim]` whose rows are contiguous, as flash-attn's paged calls want.
 
     Zeroed at allocation: never-written slots must not hold NaN.
     """

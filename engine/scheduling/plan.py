@@ -54,7 +54,7 @@ class StepPlan:
     entered: tuple[Entered, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     left: tuple[RequestId, ...] = ()
-    """Requests that finished, were cancelled or preempted since the last plan: forget their state."""
+    """Requests that finished, were cancelled or preempted since the last plan: forget them."""
 
     @property
     def num_tokens(self) -> int:
