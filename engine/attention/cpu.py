@@ -1,0 +1,500 @@
+"""Attention on the CPU, under the contract of flash-attn 2.8.3.
+
+`flash_attn_varlen_func` and `flash_attn_with_kvcache` take those arguments of their CUDA namesakes
+that the engine uses, and mean the same by them; `CpuAttention` is the backend over the KV pool. All
+three plan once on the host which keys each group of requests reads (`_plan`), then run that plan:
+
+- causal is bottom-right aligned: query r of n sees keys `<= r + m - n` of m; no key gives 0;
+- slots past a sequence's real length may hold anything, even NaN: they are zeroed after the gather;
+- table entries past the real length are never read; a used entry out of range raises `IndexError`;
+- scores and softmax are computed in float32 or more; float64 stays float64.
+
+The query heads of one KV head are folded into the query axis, [keys, dim] x [group * queries, dim]:
+torch's `enable_gqa` is about ten times slower on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.backend import StepContext
+from engine.execution.pool import KVPool
+
+_SPAN_TOKENS = 128
+"""Queries of a long chunk attended in one call: a causal chunk skips the keys it can't see."""
+
+_BATCH_TOKENS = 16
+"""Chunks up to this long are attended together with others of their length."""
+
+_WASTE_KEYS = 256
+"""Padding keys a group may gather before another call (about 50 µs) becomes the cheaper choice."""
+
+_GROUP_KEYS = 32768
+"""Keys one group may gather: bounds the scratch memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Queries `[q_start, q_stop)` of each request in a tile, against keys `[k_start, k_stop)`."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    mask: Tensor | None
+    """Additive, `[requests, 1, (q_stop - q_start) * group, k_stop - k_start]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Requests with equally many query tokens, attended together."""
+
+    tokens: slice | Tensor
+    """Their rows of the flattened batch, request by request."""
+
+    num_requests: int
+    num_queries: int
+    """Query tokens of each."""
+
+    num_keys: int
+    """Keys gathered for each: whole blocks."""
+
+    blocks: Tensor
+    """`[requests * columns]` int64."""
+
+    stale: Tensor | None
+    """Rows of the gathered `[requests * num_keys]` that lie past their request's length."""
+
+    spans: tuple[_Span, ...]
+
+
+def _groups(q_lens: Sequence[int], k_lens: Sequence[int]) -> list[list[int]]:
+    """Requests to attend together: equally many queries, nearly as many keys."""
+    groups: list[list[int]] = []
+    batched: dict[int, list[int]] = {}
+    for row, q_len in enumerate(q_lens):
+        if q_len > _BATCH_TOKENS:
+            groups.append([row])
+        elif q_len:
+            batched.setdefault(q_len, []).append(row)
+    for rows in batched.values():
+        if len(rows) > 1:
+            longest, shortest = max(k_lens[r] for r in rows), min(k_lens[r] for r in rows)
+            padded = longest * len(rows)
+            if (longest - shortest) * len(rows) > _WASTE_KEYS or padded > _GROUP_KEYS:
+                rows.sort(key=lambda r: -k_lens[r])
+                waste, start = 0, 0
+                for i, row in enumerate(rows):
+                    waste += k_lens[rows[start]] - k_lens[row]
+                    if waste > _WASTE_KEYS or (i - start + 1) * k_lens[rows[start]] > _GROUP_KEYS:
+                        if i > start:
+                            groups.append(rows[start:i])
+                        waste, start = 0, i
+                groups.append(rows[start:])
+                continue
+        groups.append(rows)
+    return groups
+
+
+def _plan(
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    table: NDArray[np.int64],
+    *,
+    block_tokens: int,
+    num_blocks: int,
+    group: int,
+    window: tuple[int, int],
+    dtype: torch.dtype,
+) -> list[_Tile]:
+    """Decide which keys each request reads. `window` is inclusive, -1 means without limit."""
+    starts = np.concatenate(([0], np.cumsum(q_lens)))
+    left, right = window
+    tiles: list[_Tile] = []
+    for rows in _groups(q_lens, k_lens):
+        q_len = q_lens[rows[0]]
+        lens = np.array([k_lens[r] for r in rows], dtype=np.int64)
+        # |<- blocks no query can see ->|<------ keys ------>|<- padding ->|
+        # 0                           first               first + own    first + num_keys
+        first = np.zeros_like(lens)
+        if left >= 0:
+            first = np.maximum(lens - q_len - left, 0) // block_tokens * block_tokens
+        own = lens - first
+        columns = -(-int(own.max()) // block_tokens)
+        num_keys = columns * block_tokens
+        column = np.arange(columns)
+        used = column[None, :] < -(-own // block_tokens)[:, None]
+        at = np.where(used, column[None, :] + (first // block_tokens)[:, None], 0)
+        if columns and int(at.max()) >= table.shape[1]:
+            raise IndexError(
+                f"{int(lens.max())} keys of {block_tokens} a block need more columns than the "
+                f"block table's {table.shape[1]}"
+            )
+        blocks = np.zeros(used.shape, dtype=np.int64)
+        blocks[used] = table[np.array(rows)[:, None], at][used]
+        if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
+            raise IndexError(
+                f"the block table names a block outside [0, {num_blocks}): "
+                f"{int(blocks.min())}..{int(blocks.max())}"
+            )
+        stale = np.flatnonzero(np.arange(num_keys)[None, :] >= own[:, None])
+        tiles.append(
+            _Tile(
+                tokens=_token_rows(rows, starts, q_len),
+                num_requests=len(rows),
+                num_queries=q_len,
+                num_keys=num_keys,
+                blocks=torch.as_tensor(blocks.ravel()),
+                stale=torch.as_tensor(stale) if stale.size else None,
+                spans=_spans(q_len, lens - first - q_len, own, (left, right), group, dtype),
+            )
+        )
+    return tiles
+
+
+def _token_rows(rows: list[int], starts: NDArray[np.int64], q_len: int) -> slice | Tensor:
+    begin = int(starts[rows[0]])
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(begin, begin + len(rows) * q_len)
+    return torch.as_tensor((starts[rows][:, None] + np.arange(q_len)).ravel())
+
+
+def _spans(
+    q_len: int,
+    shift: NDArray[np.int64],
+    own: NDArray[np.int64],
+    window: tuple[int, int],
+    group: int,
+    dtype: torch.dtype,
+) -> tuple[_Span, ...]:
+    """Split the queries and draw each span's mask.
+
+    Query i of request r sits at key position `i + shift[r]`; `own[r]` keys are real.
+    """
+    left, right = window
+    spans: list[_Span] = []
+    longest = int(own.max())
+    for q_start in range(0, q_len, _SPAN_TOKENS):
+        q_stop = min(q_start + _SPAN_TOKENS, q_len)
+        k_start, k_stop = 0, longest
+        if right >= 0:
+            k_stop = min(k_stop, int(shift.max()) + q_stop + right)
+        if left >= 0:
+            k_start = max(0, int(shift.min()) + q_start - left)
+        if k_stop <= k_start:
+            spans.append(_Span(q_start, q_stop, 0, 0, None))
+            continue
+        query = (np.arange(q_start, q_stop)[None, :] + shift[:, None])[:, :, None]
+        key = np.arange(k_start, k_stop)[None, None, :]
+        seen = np.broadcast_to(key < own[:, None, None], (len(own), q_stop - q_start, key.size))
+        if right >= 0:
+            seen = seen & (key <= query + right)
+        if left >= 0:
+            seen = seen & (key >= query - left)
+        mask = None
+        if not seen.all():
+            mask = torch.zeros(seen.shape, dtype=dtype)
+            mask.masked_fill_(torch.as_tensor(~seen), -math.inf)
+            mask = mask.repeat_interleave(group, dim=1)[:, None]
+        spans.append(_Span(q_start, q_stop, k_start, k_stop, mask))
+    return tuple(spans)
+
+
+def _run_span(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """q `[n, kv_heads, queries, dim]`, k and v `[n, kv_heads, keys, dim]` to the shape of q."""
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores += mask
+    # A row without any key is all -inf: softmax gives NaN there, the contract says 0.
+    weights = torch.softmax(scores, -1).nan_to_num_(nan=0.0)
+    return torch.matmul(weights, v.to(wide)).to(q.dtype)
+
+
+def _run_tile(
+    tile: _Tile, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, softcap: float
+) -> None:
+    """Attend one tile. q, out: the flattened batch; k, v: `[n, keys, kv_heads, dim]`."""
+    n, q_len, kv_heads, dim = tile.num_requests, tile.num_queries, k.shape[2], q.shape[-1]
+    mine = q[tile.tokens].view(n, q_len, kv_heads, -1, dim)
+    group = mine.shape[3]
+    folded = mine.transpose(1, 2).reshape(n, kv_heads, q_len * group, dim)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    result = torch.empty((n, q_len, kv_heads, group, dim), dtype=q.dtype)
+    for span in tile.spans:
+        part = result[:, span.q_start : span.q_stop]
+        if span.k_stop == span.k_start:
+            part.zero_()
+            continue
+        attended = _run_span(
+            folded[:, :, span.q_start * group : span.q_stop * group],
+            k[:, :, span.k_start : span.k_stop],
+            v[:, :, span.k_start : span.k_stop],
+            span.mask,
+            scale,
+            softcap,
+        )
+        part.copy_(attended.view(n, kv_heads, -1, group, dim).transpose(1, 2))
+    out[tile.tokens] = result.view(n * q_len, kv_heads * group, dim)
+
+
+def _gather(cache: Tensor, tile: _Tile, scratch: Tensor | None = None) -> Tensor:
+    """The tile's blocks of one layer, `[n, keys, kv_heads, dim]`, stale rows zeroed."""
+    shape = (tile.blocks.numel(), *cache.shape[1:])
+    if scratch is None:
+        found = torch.index_select(cache, 0, tile.blocks)
+    else:
+        found = scratch[: math.prod(shape)].view(shape)
+        torch.index_select(cache, 0, tile.blocks, out=found)
+    if tile.stale is not None:
+        found.view(-1, cache.shape[2] * cache.shape[3]).index_fill_(0, tile.stale, 0)
+    return found.view(tile.num_requests, tile.num_keys, *cache.shape[2:])
+
+
+def _effective(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    left, right = window_size
+    return left, 0 if causal else right
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Query heads for each KV head. Raises ValueError as flash-attn's own checks do."""
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: they must be alike")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+    return heads // kv_heads
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attention over sequences of different lengths, laid end to end.
+
+    q: `[total_q, heads, dim]`. k, v: `[total_k, kv_heads, dim]`, or paged with `block_table`
+    `[batch, columns]`: `[num_blocks, page, kv_heads, dim]`. `cu_seqlens_*`: `[batch + 1]`; paged,
+    only the differences of `cu_seqlens_k` count. `window_size` is inclusive on both sides, -1 is
+    unlimited. Returns `[total_q, heads, dim]`. Raises ValueError on shapes and lengths that
+    disagree, IndexError on a used table entry out of range. Any page size will do; flash-attn
+    itself wants multiples of 256.
+    """
+    group = _checked(q, k, v)
+    cu_q, cu_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()
+    q_lens: list[int] = np.diff(cu_q).tolist()
+    k_lens: list[int] = np.diff(cu_k).tolist()
+    if max(q_lens, default=0) > max_seqlen_q or max(k_lens, default=0) > max_seqlen_k:
+        raise ValueError(
+            f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are less than the longest "
+            f"sequence ({max(q_lens)}, {max(k_lens)})"
+        )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    window = _effective(causal, window_size)
+    out = torch.zeros_like(q)
+    if block_table is not None:
+        tiles = _plan(
+            q_lens,
+            k_lens,
+            block_table.numpy(),
+            block_tokens=k.shape[1],
+            num_blocks=k.shape[0],
+            group=group,
+            window=window,
+            dtype=q.dtype,
+        )
+        for tile in tiles:
+            _run_tile(tile, q, _gather(k, tile), _gather(v, tile), out, scale, softcap)
+        return out
+    for row, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
+        if not q_len:
+            continue
+        begin, first = int(cu_q[row]), int(cu_k[row])
+        length = np.array([k_len])
+        tile = _Tile(
+            tokens=slice(begin, begin + q_len),
+            num_requests=1,
+            num_queries=q_len,
+            num_keys=k_len,
+            blocks=torch.empty(0, dtype=torch.int64),
+            stale=None,
+            spans=_spans(q_len, length - q_len, length, window, group, q.dtype),
+        )
+        _run_tile(
+            tile, q, k[None, first : first + k_len], v[None, first : first + k_len], out, scale,
+            softcap,
+        )  # fmt: skip
+    return out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of equally many new queries a sequence over a cache, appending to it on request.
+
+    q: `[batch, queries, heads, dim]`. k_cache, v_cache: `[batch, capacity, kv_heads, dim]`, or
+    with `block_table` `[batch, columns]` paged: `[num_blocks, page, kv_heads, dim]`. k, v: `[batch,
+    new, kv_heads, dim]`, written in place behind the first `cache_seqlens` `[batch]` keys. So
+    `cache_seqlens` is the length before the append with k and v, the total length without them.
+    Returns the shape of q. Errors as `flash_attn_varlen_func`.
+    """
+    group = _checked(q, k_cache, v_cache)
+    batch, q_len = q.shape[:2]
+    page = k_cache.shape[1]
+    if block_table is None:
+        table = np.arange(batch)[:, None]
+        lens = np.full(batch, page) if cache_seqlens is None else cache_seqlens.numpy()
+    else:
+        if cache_seqlens is None:
+            raise ValueError("cache_seqlens is missing: a paged cache has no length of its own")
+        table, lens = block_table.numpy(), cache_seqlens.numpy()
+    if k is not None:
+        assert v is not None, "k without v"
+        _append(k_cache, v_cache, k, v, lens, table)
+        lens = lens + k.shape[1]
+    k_lens: list[int] = lens.tolist()
+    tiles = _plan(
+        [q_len] * batch,
+        k_lens,
+        table,
+        block_tokens=page,
+        num_blocks=k_cache.shape[0],
+        group=group,
+        window=_effective(causal, window_size),
+        dtype=q.dtype,
+    )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    flat = q.reshape(batch * q_len, *q.shape[2:])
+    out = torch.zeros_like(flat)
+    for tile in tiles:
+        _run_tile(tile, flat, _gather(k_cache, tile), _gather(v_cache, tile), out, scale, softcap)
+    return out.view(q.shape)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lens: NDArray[np.int64],
+    table: NDArray[np.int64],
+) -> None:
+    page = k_cache.shape[1]
+    positions = lens[:, None] + np.arange(k.shape[1])
+    if int(positions.max()) >= table.shape[1] * page:
+        raise IndexError(
+            f"appending at {int(positions.max())}: the cache holds {table.shape[1] * page} tokens"
+        )
+    blocks = np.take_along_axis(table, positions // page, axis=1).astype(np.int64)
+    if not 0 <= int(blocks.min()) <= int(blocks.max()) < k_cache.shape[0]:
+        raise IndexError(f"the block table names a block outside [0, {k_cache.shape[0]})")
+    index = (torch.as_tensor(blocks), torch.as_tensor(positions % page))
+    k_cache[index] = k
+    v_cache[index] = v
+
+
+class CpuAttention:
+    """`AttentionBackend` over the KV pool, for one model's layers.
+
+    A step is planned at the first layer that sees it and the plan serves the others: an instance
+    computes one pass at a time. It holds scratch memory for gathered keys and values, grown on
+    demand: fresh allocations of that size cost page faults in each layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        """`window`: tokens each token sees, itself included (transformers' `sliding_window`)."""
+        self._window = (-1, 0) if window is None else (window - 1, 0)
+        self._scale = softmax_scale
+        self._softcap = softcap
+        self._step: StepContext | None = None
+        self._tiles: list[_Tile] = []
+        self._slots: tuple[Tensor, Tensor] | None = None
+        self._scratch = (torch.empty(0), torch.empty(0))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, pool: KVPool, step: StepContext
+    ) -> Tensor:
+        """Store k and v, then attend: see `AttentionBackend`. Raises IndexError on bad tables."""
+        if step is not self._step or layer == 0:
+            self._prepare(q, pool, step, _checked(q, k, v))
+        keys, values = pool.keys(layer), pool.values(layer)
+        assert self._slots is not None
+        keys.index_put_(self._slots, k)
+        values.index_put_(self._slots, v)
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for tile in self._tiles:
+            found_k = _gather(keys, tile, self._scratch[0])
+            found_v = _gather(values, tile, self._scratch[1])
+            _run_tile(tile, q, found_k, found_v, out, scale, self._softcap)
+        return out
+
+    def _prepare(self, q: Tensor, pool: KVPool, step: StepContext, group: int) -> None:
+        capacity = pool.num_blocks * pool.block_tokens
+        if (
+            step.slots.numel()
+            and not 0 <= int(step.slots.min()) <= int(step.slots.max()) < capacity
+        ):
+            # torch takes -1 for the last row: it would overwrite someone's KV silently.
+            raise IndexError(f"slots outside [0, {capacity})")
+        self._slots = (step.slots // pool.block_tokens, step.slots % pool.block_tokens)
+        self._tiles = _plan(
+            step.q_lens,
+            step.k_lens,
+            step.block_table.numpy(),
+            block_tokens=pool.block_tokens,
+            num_blocks=pool.num_blocks,
+            group=group,
+            window=self._window,
+            dtype=q.dtype,
+        )
+        layout = pool.layout
+        needed = max((tile.num_requests * tile.num_keys for tile in self._tiles), default=0)
+        needed *= layout.num_kv_heads * layout.head_dim
+        if self._scratch[0].numel() < needed or self._scratch[0].dtype != q.dtype:
+            with torch.inference_mode(False):
+                self._scratch = (
+                    torch.empty(needed, dtype=q.dtype),
+                    torch.empty(needed, dtype=q.dtype),
+                )
+        self._step = step
