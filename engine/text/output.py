@@ -1,0 +1,62 @@
+"""The text of one choice: detokenised, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.request import SamplingParams
+from engine.text.detokenizer import Detokenizer
+from engine.text.stop import StopStrings
+from engine.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """What a client sees of one choice's tokens.
+
+    Holds back only half characters and the beginning of a stop string. What has been shown after
+    any number of tokens depends on those tokens alone, not on how they were grouped; so another
+    replica that pushes the tokens already emitted (and drops what that returns) continues at the
+    same character.
+    """
+
+    __slots__ = ("_detokenizer", "_num_tokens", "_params", "_stop_ids", "_stops")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, continues=True)
+        self._stops = StopStrings(params.stop)
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._params = params
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, bool]:
+        """Add tokens; with `finished` nothing follows and whatever was held back is returned.
+
+        Returns the text that may be shown now, and whether a stop string ended the choice (the
+        caller then ends the request; later pushes return nothing). The text of the first
+        `min_tokens` tokens is not searched for stop strings. A token of `stop_token_ids` that ended
+        the request is not shown, like a stop string.
+        """
+        if self._stops.stopped:
+            return "", True
+        shown: list[str] = []
+        last = len(token_ids) - 1
+        for i, token_id in enumerate(token_ids):
+            if finished and i == last and token_id in self._stop_ids:
+                break
+            self._num_tokens += 1
+            text = self._detokenizer.push((token_id,))
+            if self._num_tokens > self._params.min_tokens:
+                text, stopped = self._stops.push(text)
+            else:
+                stopped = False
+            if text:
+                shown.append(text)
+            if stopped:
+                return "".join(shown), True
+        if finished:
+            text, stopped = self._stops.push(self._detokenizer.flush())
+            shown.append(text)
+            if stopped:
+                return "".join(shown), True
+            shown.append(self._stops.flush())
+        return "".join(shown), False
