@@ -1,0 +1,570 @@
+"""Decide what each forward pass computes. No clock, tensor, lock or await: events in, plans out.
+
+One rule covers chunked prefill, decoding, mixed batches and resumption: a request wants
+`len(token_ids) - num_computed` tokens. Running requests come first, decoding ones before those
+still in their prompt; then waiting ones, until token budget, slots or blocks are used up.
+
+Blocks for a whole prompt are reserved at admission: two half-computed giants would otherwise wait
+for each other for ever. When a running request cannot get its next block, the least urgent one
+(it may be the same) gives all of its blocks up and goes back to the queue; it keeps its tokens, and
+most of its KV is usually still in the prefix cache when it returns.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.cache.blocks import BlockManager
+from engine.config import SchedulerConfig
+from engine.errors import Overloaded, RequestError
+from engine.request import FinishReason, Request, RequestId, SampledToken
+from engine.scheduling.plan import Chunk, Entered, StepPlan, StepResult
+from engine.scheduling.requests import State, Tracked
+from engine.scheduling.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """One token that a request got."""
+
+    request_id: RequestId
+    token: SampledToken
+    finish: FinishReason | None
+    """Set with the request's last token, which may be the EOS token itself."""
+
+    num_cached_tokens: int
+    """Prompt tokens that were found in the local cache when the request was first admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Blocks that wait for imported KV, for every token the request knows."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    num_cached_tokens: int
+    """Whole blocks at the start that need no import: their KV is here."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making."""
+
+    now: float
+    budget: int
+    scheduled: dict[RequestId, tuple[Tracked, int]] = field(
+        default_factory=lambda: dict[RequestId, tuple[Tracked, int]]()
+    )
+    preempted: set[RequestId] = field(default_factory=lambda: set[RequestId]())
+
+    def schedule(self, tracked: Tracked, num_tokens: int) -> None:
+        self.scheduled[tracked.request_id] = (tracked, num_tokens)
+        self.budget -= num_tokens
+
+    def drop(self, tracked: Tracked) -> None:
+        _, num_tokens = self.scheduled.pop(tracked.request_id, (tracked, 0))
+        self.budget += num_tokens
+
+    def outranked(self, level: int) -> Tracked | None:
+        """Least urgent request whose share of a prompt should make way for one of `level`."""
+        prompts = [t for t, num_tokens in self.scheduled.values() if num_tokens > 1]
+        return max((t for t in prompts if t.level > level), key=lambda t: t.rank, default=None)
+
+
+class Scheduler:
+    """Continuous batching over one block manager, which no one else allocates from.
+
+    The caller alternates `plan` and `commit`; every other method may be called at any moment, also
+    between the two, while the planned pass is running. `now` is any clock that only runs forwards.
+
+    A sequence ends at `max_context_tokens` or at what the whole KV pool holds, whichever is less.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        *,
+        eos_token_ids: Iterable[int],
+        max_context_tokens: int,
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.num_preemptions = 0
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_context_tokens = max_context_tokens
+        self._num_arrived = 0
+        self._requests: dict[RequestId, Tracked] = {}
+        self._waiting = WaitingQueue(config.ageing_s)
+        self._remote: dict[RequestId, Tracked] = {}  # in WAITING_REMOTE_KV
+        self._running: list[Tracked] = []  # by rank
+        self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
+        self._in_flight: StepPlan | None = None
+        self._in_flight_ids: frozenset[RequestId] = frozenset()
+        self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
+        self._preempted: list[RequestId] = []  # not yet announced in a plan
+        self._left: list[RequestId] = []  # not yet announced in a plan
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_remote(self) -> int:
+        """Admitted requests whose KV is on its way."""
+        return len(self._remote)
+
+    @property
+    def has_work(self) -> bool:
+        """A plan is in flight, or a request may be computed or admitted.
+
+        `plan` may still answer None, while leases or imports hold what the next request needs: plan
+        again after an event (an arrival, an end, a lease released or expired).
+        """
+        return (
+            self._in_flight is not None
+            or any(not tracked.paused for tracked in self._running)
+            or self._waiting.most_urgent() is not None
+        )
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Is the request known and unfinished?"""
+        return request_id in self._requests
+
+    def token_ids(self, request_id: RequestId) -> tuple[int, ...]:
+        """Prompt and output of an unfinished request."""
+        return self._requests[request_id].known
+
+    # Requests come and go
+
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        remote: bool = False,
+        hold_until: float | None = None,
+    ) -> None:
+        """Queue a request.
+
+        remote: its KV will be imported. It is admitted like any other, at once if nobody waits
+        ahead, and announced by `take_reservations`; then `kv_arrived` or `kv_failed` lets it run.
+
+        hold_until: prefill role. The request finishes with its first token and cannot be preempted;
+        from admission on its blocks are leased under its own id until that deadline. The lease
+        outlives the request, unless that is ended from outside before.
+
+        Raises `RequestError` when the request could never run, `Overloaded` when the queue is full.
+        """
+        assert not (remote and hold_until is not None), "a prefill request imports nothing"
+        self._check_fits(request)
+        if len(self._waiting) >= self.config.max_waiting_requests:
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, max_waiting_requests="
+                f"{self.config.max_waiting_requests}: try again later or raise the limit"
+            )
+        tracked = Tracked(
+            request=request,
+            arrival=self._num_arrived,
+            queued_at=now,
+            limit_tokens=min(self._max_context_tokens, self.blocks.config.capacity_tokens),
+            remote=remote,
+            hold_until=hold_until,
+            token_ids=list(request.token_ids),
+        )
+        self._num_arrived += 1
+        self._requests[request.request_id] = tracked
+        self._waiting.append(tracked)
+        if remote and self._waiting.first(now) is tracked and self._has_slot():
+            self._reserve(tracked, now)
+
+    def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
+        """End a request now, whatever it is doing. False: it is unknown or has ended already.
+
+        If the pass in flight computes it, its blocks are freed at `commit` and its token is
+        dropped. An import into its blocks must have been stopped before.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return False
+        self._end(tracked, reason)
+        if request_id in self._in_flight_ids:
+            self._deferred[request_id] = tracked
+        else:
+            self._release(tracked)
+        return True
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """`finish` for a client that went away."""
+        return self.finish(request_id, FinishReason.CANCELLED)
+
+    def pause(self, request_id: RequestId) -> bool:
+        """Stop computing a request whose reader is slow. False: it is unknown or has ended.
+
+        It keeps its blocks until somebody of its own or a more urgent priority lacks them.
+        """
+        return self._set_paused(request_id, True)
+
+    def resume(self, request_id: RequestId) -> bool:
+        return self._set_paused(request_id, False)
+
+    # Imported KV
+
+    def take_reservations(self) -> list[Reservation]:
+        """Remote requests admitted since the last call, in order: import their KV now.
+
+        To be asked after every `add` of a remote request and every `plan`, also one that is None.
+        """
+        reservations = list(self._reservations.values())
+        self._reservations.clear()
+        return reservations
+
+    def kv_arrived(
+        self, request_id: RequestId, first: SampledToken, now: float
+    ) -> Committed | None:
+        """KV of every known token is in the reserved blocks, and `first` is what follows them.
+
+        None: the request ended while its KV was on the way.
+        """
+        tracked = self._remote.get(request_id)
+        if tracked is None:
+            return None
+        tracked.num_computed = len(tracked.token_ids)
+        self.blocks.commit(request_id, tracked.token_ids, tracked.num_computed)
+        self._run(tracked)
+        return self._append(tracked, first)
+
+    def kv_failed(self, request_id: RequestId) -> bool:
+        """Compute here what the local cache lacks. False: the request ended meanwhile."""
+        tracked = self._remote.get(request_id)
+        if tracked is None:
+            return False
+        self._run(tracked)
+        return True
+
+    # Steps
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Choose what the next pass computes. None: nothing can be computed now.
+
+        The caller executes the plan and answers with `commit` or `abandon` before it plans again.
+        """
+        assert self._in_flight is None, "the last plan was not committed"
+        step = _Step(now, self.config.max_step_tokens)
+        self._plan_running(step)
+        # Blocks taken from one request to keep others running are not for a newcomer, unless
+        # nobody is left to use them.
+        if not step.preempted or not step.scheduled:
+            self._plan_waiting(step)
+        if not step.scheduled:
+            return None
+        plan = StepPlan(
+            chunks=tuple(self._chunk(t, n) for t, n in step.scheduled.values()),
+            entered=tuple(self._enter(t) for t, _ in step.scheduled.values() if not t.entered),
+            preempted=tuple(self._preempted),
+            left=tuple(self._left),
+        )
+        self._preempted.clear()
+        self._left.clear()
+        self._in_flight = plan
+        self._in_flight_ids = frozenset(step.scheduled)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Committed]:
+        """Take in what a pass produced, in the order of the plan's chunks."""
+        deferred = self._land(plan)
+        committed: list[Committed] = []
+        for chunk in plan.chunks:
+            ended = deferred.get(chunk.request_id)
+            tracked = ended or self._requests[chunk.request_id]
+            tracked.num_computed = chunk.end
+            self.blocks.commit(chunk.request_id, tracked.token_ids, chunk.end)
+            if ended is not None:
+                self._release(ended)
+            elif chunk.sample:
+                committed.append(self._append(tracked, result.tokens[chunk.request_id]))
+        return committed
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The pass failed: none of its tokens count, and its requests want the same ones again."""
+        for tracked in self._land(plan).values():
+            self._release(tracked)
+
+    def check(self) -> None:
+        """Assert every invariant, those of the block manager included."""
+        self.blocks.check()
+        waiting = {tracked.request_id for tracked in self._waiting}
+        running = {tracked.request_id for tracked in self._running}
+        assert len(waiting) == len(self._waiting), "the queue miscounts"
+        assert len(running) == len(self._running), "a request runs twice"
+        assert self._requests.keys() == waiting | running | self._remote.keys(), "a request is lost"
+        assert len(waiting) + len(running) + len(self._remote) == len(self._requests), (
+            "a request is in two places"
+        )
+        assert self._num_admitted <= self.config.max_running_requests, "more requests than slots"
+        assert self._running == sorted(self._running, key=lambda t: t.rank), "running out of order"
+        assert self.blocks.request_ids == running | self._remote.keys() | self._deferred.keys(), (
+            "blocks are held for a request that is not admitted"
+        )
+        assert self._reservations.keys() <= self._remote.keys(), (
+            "a reservation outlived its request"
+        )
+        assert self._deferred.keys() <= self._in_flight_ids, "blocks wait for a pass that is over"
+        for request_id, tracked in self._requests.items():
+            if request_id in waiting:
+                assert tracked.state in (State.WAITING, State.PREEMPTED), f"{request_id}: state"
+                assert tracked.num_computed == 0, f"{request_id}: computed without blocks"
+                assert not tracked.entered, f"{request_id}: the executor keeps it while it waits"
+            else:
+                admitted = State.RUNNING if request_id in running else State.WAITING_REMOTE_KV
+                assert tracked.state is admitted, f"{request_id}: state"
+                held = len(self.blocks.table(request_id)) * self.blocks.config.block_tokens
+                assert tracked.num_computed <= held, f"{request_id}: computed beyond its blocks"
+            assert tracked.num_computed < len(tracked.token_ids), (
+                f"{request_id}: nothing to compute"
+            )
+
+    # Planning
+
+    def _plan_running(self, step: _Step) -> None:
+        decoding = [t for t in self._running if t.num_computed + 1 == len(t.token_ids)]
+        prompting = [t for t in self._running if t.num_computed + 1 < len(t.token_ids)]
+        for tracked in (*decoding, *prompting):
+            if step.budget == 0:
+                return
+            if tracked.paused or tracked.state is not State.RUNNING:  # or preempted a moment ago
+                continue
+            num_tokens = self._share(tracked, step)
+            if self._extend(tracked, tracked.num_computed + num_tokens, step):
+                step.schedule(tracked, num_tokens)
+
+    def _extend(self, tracked: Tracked, num_tokens: int, step: _Step) -> bool:
+        """Get blocks for `num_tokens` positions, at the cost of less urgent requests."""
+        while not self.blocks.extend(tracked.request_id, num_tokens):
+            victim = max(
+                (t for t in self._running if t.preemptible),
+                key=lambda t: (t.level, t.paused, t.arrival),
+            )
+            self._preempt(victim, step)
+            if victim is tracked:
+                return False
+        return True
+
+    def _plan_waiting(self, step: _Step) -> None:
+        while (tracked := self._waiting.first(step.now)) is not None:
+            if step.budget == 0 and not tracked.remote:
+                level = self._waiting.aged_priority(tracked, step.now)
+                if step.outranked(level) is None:
+                    return
+            if not self._admit(tracked, step):
+                # No one overtakes the first in the queue, or large prompts would never get in. One
+                # that is urgent in its own right may take what less urgent ones hold.
+                urgent = self._waiting.most_urgent()
+                if urgent is None or not self._admit_by_preempting(urgent, step):
+                    return
+
+    def _admit(self, tracked: Tracked, step: _Step) -> bool:
+        if tracked.request_id in step.preempted or not self._has_slot():
+            return False
+        if not self._reserve(tracked, step.now):
+            return False
+        if tracked.state is State.RUNNING:
+            self._schedule_admitted(tracked, step)
+        return True
+
+    def _schedule_admitted(self, tracked: Tracked, step: _Step) -> None:
+        outranked = step.outranked(tracked.level) if step.budget == 0 else None
+        if outranked is not None:
+            step.drop(outranked)
+        if step.budget > 0:
+            step.schedule(tracked, self._share(tracked, step))
+        if outranked is not None and step.budget > 0:
+            step.schedule(outranked, self._share(outranked, step))
+
+    def _admit_by_preempting(self, tracked: Tracked, step: _Step) -> bool:
+        priority = tracked.request.priority
+        victims = [
+            t
+            for t in self._running
+            # A paused one makes way for its equals: a slow reader stalls only itself.
+            if t.preemptible
+            and (t.level > priority or (t.paused and t.request.priority >= priority))
+        ]
+        if not victims or tracked.request_id in step.preempted:
+            return False
+        if not self.blocks.fits(
+            tracked.known,
+            tracked.request.salt,
+            len(tracked.known),
+            freeing=[t.request_id for t in victims],
+        ):
+            return False
+        for victim in sorted(victims, key=lambda t: (t.level, t.paused, t.arrival), reverse=True):
+            self._preempt(victim, step)
+            if self._admit(tracked, step):
+                return True
+        return False
+
+    def _share(self, tracked: Tracked, step: _Step) -> int:
+        """Tokens of this request that the step computes."""
+        wanted = len(tracked.token_ids) - tracked.num_computed
+        return min(wanted, step.budget, self.config.max_chunk_tokens)
+
+    def _chunk(self, tracked: Tracked, num_tokens: int) -> Chunk:
+        first = tracked.num_computed
+        end = first + num_tokens
+        table = self.blocks.table(tracked.request_id)
+        num_blocks = self.blocks.config.blocks_for(end)
+        return Chunk(
+            request_id=tracked.request_id,
+            first_token=first,
+            token_ids=tuple(tracked.token_ids[first:end]),
+            blocks=table if len(table) == num_blocks else table[:num_blocks],
+            sample=end == len(tracked.token_ids),
+        )
+
+    def _enter(self, tracked: Tracked) -> Entered:
+        tracked.entered = True
+        return Entered(
+            request_id=tracked.request_id,
+            params=tracked.request.params,
+            token_ids=tracked.known,
+            num_prompt_tokens=len(tracked.request.prompt_ids),
+        )
+
+    # Slots and blocks
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self._running) + len(self._remote)
+
+    def _has_slot(self) -> bool:
+        return self._num_admitted < self.config.max_running_requests
+
+    def _reserve(self, tracked: Tracked, now: float) -> bool:
+        """Admit a waiting request if there are blocks for all it knows."""
+        request_id, known = tracked.request_id, tracked.known
+        num_cached = self.blocks.allocate(request_id, known, tracked.request.salt, len(known))
+        if num_cached is None:
+            return False
+        tracked.level = self._waiting.aged_priority(tracked, now)
+        tracked.waited_s = now - tracked.queued_at
+        tracked.num_computed = num_cached
+        if tracked.num_cached is None:
+            tracked.num_cached = min(num_cached, len(tracked.request.prompt_ids))
+        self._waiting.remove(tracked)
+        if tracked.hold_until is not None:
+            self.blocks.lease(request_id, request_id, tracked.hold_until)
+        if tracked.remote:
+            tracked.move(State.WAITING_REMOTE_KV)
+            self._remote[request_id] = tracked
+            self._reservations[request_id] = Reservation(
+                request_id=request_id,
+                blocks=self.blocks.table(request_id),
+                num_cached_tokens=num_cached,
+            )
+        else:
+            self._run(tracked)
+        return True
+
+    def _run(self, tracked: Tracked) -> None:
+        self._remote.pop(tracked.request_id, None)
+        self._reservations.pop(tracked.request_id, None)
+        tracked.remote = False  # should it be preempted, it is computed here
+        tracked.move(State.RUNNING)
+        insort(self._running, tracked, key=lambda t: t.rank)
+
+    def _preempt(self, victim: Tracked, step: _Step) -> None:
+        step.drop(victim)
+        victim.move(State.PREEMPTED)
+        victim.num_computed = 0
+        self._running.remove(victim)
+        self.blocks.free(victim.request_id)
+        self._waiting.put_back(victim, step.now)
+        self._leave(victim)
+        step.preempted.add(victim.request_id)
+        self._preempted.append(victim.request_id)
+        self.num_preemptions += 1
+
+    def _append(self, tracked: Tracked, token: SampledToken) -> Committed:
+        finish = tracked.append(token.token_id, self._eos_token_ids)
+        if finish is not None:
+            self._end(tracked, finish)
+            self.blocks.free(tracked.request_id)  # a lease on them stays: the hand-over begins
+        return Committed(
+            request_id=tracked.request_id,
+            token=token,
+            finish=finish,
+            num_cached_tokens=tracked.num_cached or 0,
+        )
+
+    def _end(self, tracked: Tracked, reason: FinishReason) -> None:
+        """Take a request out of every list. Its blocks are the caller's business."""
+        request_id = tracked.request_id
+        del self._requests[request_id]
+        if tracked.state is State.RUNNING:
+            self._running.remove(tracked)
+        elif tracked.state is State.WAITING_REMOTE_KV:
+            del self._remote[request_id]
+            self._reservations.pop(request_id, None)
+        else:
+            self._waiting.remove(tracked)
+        tracked.move(State.FINISHED)
+        tracked.finish = reason
+        self._leave(tracked)
+
+    def _release(self, tracked: Tracked) -> None:
+        """Free what a request that ended early holds; nobody will ask for its prefilled KV."""
+        if self.blocks.holds(tracked.request_id):
+            self.blocks.free(tracked.request_id)
+        if tracked.hold_until is not None:
+            self.blocks.release(tracked.request_id)
+
+    def _leave(self, tracked: Tracked) -> None:
+        if tracked.entered:
+            tracked.entered = False
+            self._left.append(tracked.request_id)
+
+    def _land(self, plan: StepPlan) -> dict[RequestId, Tracked]:
+        assert plan is self._in_flight, "this plan is not the one in flight"
+        self._in_flight = None
+        self._in_flight_ids = frozenset()
+        deferred, self._deferred = self._deferred, {}
+        return deferred
+
+    def _set_paused(self, request_id: RequestId, paused: bool) -> bool:
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return False
+        tracked.paused = paused
+        return True
+
+    def _check_fits(self, request: Request) -> None:
+        if request.request_id in self._requests or request.request_id in self._deferred:
+            raise RequestError(
+                f"request_id={request.request_id!r} is in use: choose one that is unique",
+                param="request_id",
+            )
+        num_tokens, pool = request.num_tokens, self.blocks.config
+        if num_tokens + 1 > self._max_context_tokens:
+            raise RequestError(
+                f"the request has {num_tokens} tokens and needs room for one more: the context is "
+                f"limited to {self._max_context_tokens} tokens; shorten the prompt",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        if num_tokens + 1 > pool.capacity_tokens:
+            raise RequestError(
+                f"the request has {num_tokens} tokens and needs room for one more: the KV pool "
+                f"holds {pool.capacity_tokens} tokens ({pool.num_blocks - 1} blocks of "
+                f"{pool.block_tokens}); shorten the prompt or give the pool more memory",
+                code="context_length_exceeded",
+                param="messages",
+            )
