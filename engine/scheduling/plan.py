@@ -54,7 +54,10 @@ class StepPlan:
     entered: tuple[Entered, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     left: tuple[RequestId, ...] = ()
-    """Requests that finished, were cancelled or preempted since the last plan: forget them."""
+    """Requests that finished, were cancelled or preempted since the last plan: forget them.
+
+    Applied before `entered`: an id that left and came back is in both.
+    """
 
     @property
     def num_tokens(self) -> int:

@@ -90,7 +90,7 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         max_context_tokens: int,
     ) -> None:
-        self.config = config
+        self._config = config
         self.blocks = blocks
         self.num_preemptions = 0
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -106,6 +106,16 @@ class Scheduler:
         self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
         self._preempted: list[RequestId] = []  # not yet announced in a plan
         self._left: list[RequestId] = []  # not yet announced in a plan
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: SchedulerConfig) -> None:
+        """New limits hold from the next decision on; whoever is admitted keeps its slot."""
+        self._config = config
+        self._waiting.ageing_s = config.ageing_s
 
     @property
     def num_running(self) -> int:
@@ -308,7 +318,6 @@ class Scheduler:
         assert len(waiting) + len(running) + len(self._remote) == len(self._requests), (
             "a request is in two places"
         )
-        assert self._num_admitted <= self.config.max_running_requests, "more requests than slots"
         assert self._running == sorted(self._running, key=lambda t: t.rank), "running out of order"
         assert self.blocks.request_ids == running | self._remote.keys() | self._deferred.keys(), (
             "blocks are held for a request that is not admitted"
@@ -397,7 +406,9 @@ class Scheduler:
             if t.preemptible
             and (t.level > priority or (t.paused and t.request.priority >= priority))
         ]
-        if not victims or tracked.request_id in step.preempted:
+        if tracked.request_id in step.preempted:
+            return False
+        if not victims or not self._has_slot(freeing=len(victims)):
             return False
         if not self.blocks.fits(
             tracked.known,
@@ -445,8 +456,8 @@ class Scheduler:
     def _num_admitted(self) -> int:
         return len(self._running) + len(self._remote)
 
-    def _has_slot(self) -> bool:
-        return self._num_admitted < self.config.max_running_requests
+    def _has_slot(self, *, freeing: int = 0) -> bool:
+        return self._num_admitted - freeing < self.config.max_running_requests
 
     def _reserve(self, tracked: Tracked, now: float) -> bool:
         """Admit a waiting request if there are blocks for all it knows."""

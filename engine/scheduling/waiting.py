@@ -16,7 +16,7 @@ class WaitingQueue:
     """
 
     def __init__(self, ageing_s: float) -> None:
-        self._ageing_s = ageing_s
+        self.ageing_s = ageing_s
         self._lines: dict[int, OrderedDict[RequestId, Tracked]] = {}
         self._length = 0
 
@@ -54,7 +54,7 @@ class WaitingQueue:
     def aged_priority(self, tracked: Tracked, now: float) -> int:
         """Each `ageing_s` in the queue raises a request by one level (lower is more urgent)."""
         waited_s = max(0.0, now - tracked.queued_at)
-        return tracked.request.priority - int(waited_s // self._ageing_s)
+        return tracked.request.priority - int(waited_s // self.ageing_s)
 
     def first(self, now: float) -> Tracked | None:
         """Next to be admitted: best aged priority, then arrival. Paused ones stand aside."""
