@@ -193,14 +193,14 @@ def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandbox
     def strftime_now(pattern: str) -> str:
         return now().strftime(pattern)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    cast("dict[str, Any]", environment.filters)["tojson"] = tojson
-    names = cast("dict[str, Any]", environment.globals)
-    names |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
     return environment
 
 

@@ -18,7 +18,7 @@ class Detokenizer:
     U+FFFD.
     """
 
-    __slots__ = ("_at_start", "_decoder", "_pending", "_pieces", "_texts")
+    __slots__ = ("_at_start", "_decoder", "_pending", "_pieces", "_size", "_texts")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
@@ -26,6 +26,7 @@ class Detokenizer:
         """`continues`: the tokens follow a text, so that a sentencepiece word boundary in front of
         the first one is a space and not the tokenizer's own (no difference for byte-level BPE)."""
         self._pieces = tokenizer.pieces(skip_special_tokens)
+        self._size = len(self._pieces)
         self._texts = tokenizer.texts(skip_special_tokens)
         self._decoder = _Utf8Decoder("replace")
         self._pending = False
@@ -33,27 +34,24 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        text = "".join([self._push_one(token_id) for token_id in token_ids])
-        return self._strip(text) if self._at_start else text
+        return "".join([self.push_token(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """What an unfinished character leaves, U+FFFD. The stream starts anew after it."""
+        """What an unfinished character leaves: U+FFFD, or nothing."""
         text = self._decoder.decode(b"", True)
         self._decoder.reset()
         self._pending = False
         return self._strip(text) if self._at_start else text
 
-    def _push_one(self, token_id: int) -> str:
-        if not 0 <= token_id < len(self._pieces):
+    def push_token(self, token_id: int) -> str:
+        """`push` of one token."""
+        if not 0 <= token_id < self._size:
             return ""
-        if not self._pending:
-            text = self._texts[token_id]
-            if text is not None:
-                return text
-        decoder = self._decoder
-        text = decoder.decode(self._pieces[token_id])
-        self._pending = bool(decoder.getstate()[0])
-        return text
+        text = None if self._pending else self._texts[token_id]
+        if text is None:
+            text = self._decoder.decode(self._pieces[token_id])
+            self._pending = bool(self._decoder.getstate()[0])
+        return self._strip(text) if self._at_start else text
 
     def _strip(self, text: str) -> str:
         if text:

@@ -44,7 +44,7 @@ class TextStream:
             if finished and i == last and token_id in self._stop_ids:
                 break
             self._num_tokens += 1
-            text = self._detokenizer.push((token_id,))
+            text = self._detokenizer.push_token(token_id)
             if self._num_tokens > self._params.min_tokens:
                 text, stopped = self._stops.push(text)
             else:

@@ -261,9 +261,8 @@ def tokenizer_from_gguf(header: GGUFHeader) -> Tokenizer:
     splits = _PRE_TOKENIZERS.get(pre)
     if splits is None:
         raise ConfigError(
-            f"{path}: pre-tokenizer {pre!r} is unknown (known: "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}): use the model's safetensors directory with its "
-            "tokenizer.json"
+            f"{path}: pre-tokenizer {pre!r} is none of {', '.join(sorted(_PRE_TOKENIZERS))}: "
+            "use the model's safetensors directory with its tokenizer.json"
         )
     tokens: list[str] = header.require("tokenizer.ggml.tokens", list)
     merges: list[str] = header.require("tokenizer.ggml.merges", list)
