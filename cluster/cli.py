@@ -1,0 +1,300 @@
+"""The command `tailrace`.
+
+Every command takes `--json`: progress goes to standard error, and standard output carries exactly
+one JSON object. Expected errors are one `error: ...` on standard error and exit code 1 (2 for wrong
+usage, 3 where there is nothing running).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.errors import EngineError
+
+_LAZY = {
+    "chat": "cluster.chat:chat",
+}
+"""Commands in modules of their own, imported when they are called: `module:attribute`."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_LAZY])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _LAZY:
+            module, _, attribute = _LAZY[cmd_name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        return super().get_command(ctx, cmd_name)
+
+
+json_option = click.option(
+    "as_json", "--json", is_flag=True, help="One JSON object on standard output."
+)
+
+
+def say(line: str) -> None:
+    """Progress, for people: standard error."""
+    click.echo(line, err=True)
+
+
+def emit(value: dict[str, Any]) -> None:
+    """The result of a `--json` command."""
+    click.echo(json.dumps(value))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tailrace")
+def commands() -> None:
+    """Serve large language models on a Ray cluster, on a laptop or on many machines."""
+
+
+@commands.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--detach", "-d", is_flag=True, help="Return when it is ready; it keeps running.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Instead of http_options.port.")
+@click.option(
+    "--address",
+    metavar="URL",
+    help="Deploy onto the Ray cluster with this dashboard (http://head:8265) instead of starting "
+    "one here. Its token: RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.",
+)
+@json_option
+def up(
+    config: Path | None, detach: bool, port: int | None, address: str | None, as_json: bool
+) -> None:
+    """Serve CONFIG (a Ray Serve file), or the packaged laptop configuration.
+
+    Where a session runs already, the configuration is applied to it in place. Otherwise one starts
+    and, without --detach, lives until Ctrl-C.
+    """
+    from cluster import config as configuration
+    from cluster import session
+    from cluster.state import StateDir
+
+    # Before anything starts, so that a signal during the start takes it down again.
+    stop = _stop_on_signal()
+    checked = configuration.load(config)
+    for warning in checked.warnings:
+        say(f"warning: {warning}")
+    state = StateDir.from_environment()
+    if address is not None:
+        ready = session.deploy_to(address, checked, port=port, say=say)
+    else:
+        ready = session.bring_up(state, checked, port=port, say=say)
+    if ready.haproxy is False:
+        say(f"warning: {session.PYTHON_PROXY}")
+    foreground = not detach and ready.record is not None and not ready.updated
+    try:
+        _announce(ready, foreground=foreground, as_json=as_json)
+        if foreground and ready.record is not None:
+            _stay(state, ready, stop)
+    except BaseException:
+        if foreground:
+            session.take_down(state)
+        raise
+
+
+def _announce(ready: Any, *, foreground: bool, as_json: bool) -> None:
+    record = ready.record
+    if as_json:
+        emit(
+            {
+                "url": ready.url,
+                "models": list(ready.models),
+                "ready_s": round(ready.ready_s, 2),
+                "updated": ready.updated,
+                "haproxy": ready.haproxy,
+                "session": record.session if record else None,
+                "dashboard_url": record.dashboard_url if record else None,
+                "ray_address": record.ray_address if record else None,
+                "metrics_url": (
+                    f"http://127.0.0.1:{record.metrics_port}/metrics" if record else None
+                ),
+                "log_dir": record.log_dir if record else None,
+            }
+        )
+        sys.stdout.flush()
+        return
+    say(f"{'updated' if ready.updated else 'ready'} in {ready.ready_s:.1f} s")
+    click.echo(f"\n  URL     {ready.url}/v1" if ready.models else f"\n  URL     {ready.url}")
+    if ready.models:
+        click.echo(f"  models  {', '.join(ready.models)}")
+        body = json.dumps(
+            {"model": ready.models[0], "messages": [{"role": "user", "content": "Hello!"}]}
+        )
+        click.echo(
+            f"  try     curl {ready.url}/v1/chat/completions "
+            f"-H 'content-type: application/json' -d '{body}'\n"
+            "          tailrace chat"
+        )
+    if record:
+        click.echo(f"  logs    {record.log_dir}")
+        click.echo(f"  stop    {'Ctrl-C' if foreground else 'tailrace down'}")
+    click.echo()
+    sys.stdout.flush()
+
+
+def _stop_on_signal() -> Callable[[], bool]:
+    """Turn SIGTERM and SIGHUP into the KeyboardInterrupt that Ctrl-C is."""
+    asked = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if asked.is_set():
+            return  # The second one does not interrupt taking things down.
+        asked.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+    return asked.is_set
+
+
+def _stay(state: Any, ready: Any, stop: Callable[[], bool]) -> None:
+    """Until a signal, `tailrace down` from elsewhere, or the session's death."""
+    from cluster import head, session
+    from cluster.errors import ClusterError
+
+    try:
+        while ready.child.poll() is None:
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        say("stopping")
+        began = time.monotonic()
+        session.take_down(state)
+        ready.child.wait()
+        say(f"stopped in {time.monotonic() - began:.1f} s")
+        return
+    if state.load() is None or state.load().session != ready.record.session:
+        say("the session was taken down")
+        return
+    tail = head.head_log_tail(ready.record)
+    head.stop(state, ready.record, keep_logs=True)
+    raise ClusterError(f"Ray died:\n{tail}\nlogs: {state.logs(ready.record.session)}")
+
+
+@commands.command()
+@json_option
+def down(as_json: bool) -> None:
+    """End the running session: its processes, no others. Doing it twice does no harm."""
+    from cluster import session
+    from cluster.state import StateDir
+
+    state = StateDir.from_environment()
+    began = time.monotonic()
+    ended = session.take_down(state)
+    took = time.monotonic() - began
+    if as_json:
+        emit({"stopped": bool(ended), "num_processes": len(ended), "took_s": round(took, 2)})
+    elif ended:
+        say(f"stopped {len(ended)} processes in {took:.1f} s")
+    else:
+        say("nothing was running")
+
+
+@commands.command()
+@json_option
+def status(as_json: bool) -> None:
+    """Say what runs and how it is. Exit code 3 when nothing does."""
+    from cluster import session
+    from cluster.errors import NotRunning
+    from cluster.state import StateDir
+
+    try:
+        now = session.status(StateDir.from_environment())
+    except NotRunning as error:
+        if as_json:
+            emit({"running": False, "reason": str(error)})
+        raise
+    record = now.record
+    if as_json:
+        emit(
+            {
+                "running": True,
+                "healthy": now.healthy,
+                "url": record.url,
+                "session": record.session,
+                "uptime_s": round(time.time() - record.started_at, 1),
+                "config": record.config,
+                "dashboard_url": record.dashboard_url,
+                "ray_address": record.ray_address,
+                "metrics_url": f"http://127.0.0.1:{record.metrics_port}/metrics",
+                "log_dir": record.log_dir,
+                "head_pid": record.head_pid,
+                "pids": list(now.pids),
+                "applications": {
+                    application.name: {
+                        "status": application.status,
+                        "message": application.message,
+                        "route_prefix": application.route_prefix,
+                        "deployments": {
+                            deployment.name: {
+                                "status": deployment.status,
+                                "message": deployment.message,
+                                "target_replicas": deployment.target,
+                                "replicas": [
+                                    {
+                                        "id": replica.replica_id,
+                                        "state": replica.state,
+                                        "pid": replica.pid,
+                                    }
+                                    for replica in deployment.replicas
+                                ],
+                            }
+                            for deployment in application.deployments
+                        },
+                    }
+                    for application in now.applications
+                },
+            }
+        )
+        return
+    click.echo(f"{'healthy' if now.healthy else 'NOT HEALTHY'}  {record.url}")
+    click.echo(
+        f"session {record.session[:8]}, up {time.time() - record.started_at:.0f} s, "
+        f"{len(now.pids)} processes, head pid {record.head_pid}, {record.config}"
+    )
+    for application in now.applications:
+        click.echo(f"{application.name}  {application.status}")
+        for deployment in application.deployments:
+            pids = ", ".join(
+                f"{replica.state} pid {replica.pid}" for replica in deployment.replicas
+            )
+            click.echo(
+                f"  {deployment.name}  {deployment.status}  "
+                f"{deployment.running}/{deployment.target}  {pids}"
+            )
+            if deployment.message:
+                click.echo(f"    {deployment.message.splitlines()[-1]}")
+    click.echo(f"logs {record.log_dir}\ndashboard {record.dashboard_url}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        commands.main(standalone_mode=False)
+    except EngineError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(getattr(error, "exit_code", 1))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()
