@@ -4,10 +4,11 @@ Values only: numbers, strings, bytes and lists, never names that the other side 
 Deadlines are remaining milliseconds, never timestamps: two hosts do not share a clock.
 
 ```
-gateway → decode   SUBMIT CANCEL CREDIT          decode → gateway   STEP REFUSE
+gateway → decode   SUBMIT CANCEL CREDIT DRAIN    decode → gateway   STEP REFUSE SNAPSHOT
 gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE
 decode  → queue    REPORT
 decode  → prefill  PREFILL ACK RENEW DONE        prefill → decode   MANIFEST CHUNK FINAL FAIL
+                                                                    SNAPSHOT
 both ways          HELLO PROOF BEAT BYE
 ```
 """
@@ -36,6 +37,7 @@ class Kind(IntEnum):
     CREDIT = 12
     STEP = 13
     REFUSE = 14
+    DRAIN = 15
 
     ACQUIRE = 20
     ABANDON = 21
@@ -51,6 +53,8 @@ class Kind(IntEnum):
     FAIL = 35
     RENEW = 36
     DONE = 37
+
+    SNAPSHOT = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,8 @@ class Usage:
 # STEP   [Kind.STEP, [StreamEvent.to_wire(), ...]]            one frame a step and gateway
 # CANCEL [Kind.CANCEL, stream_id]
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
+# DRAIN  [Kind.DRAIN]                                       Serve dropped you: take no new grants
+# SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
 # ABANDON [Kind.ABANDON, ticket]                              no longer waiting for a grant
 # RELEASE [Kind.RELEASE, grant_id]                            the request ended, whoever ended it
 # GRANT  [Kind.GRANT, ticket, Grant.to_wire()]
