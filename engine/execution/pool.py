@@ -54,4 +54,34 @@ class KVPool:
         Order: layer, K then V, token, head, dim: the canonical wire order of a whole block.
         """
         part = self.data[block, first_layer:last_layer].reshape(-1).view(torch.uint8)
-        return memoryview(part.numpy()).cast("B")
+        return part.numpy().data.cast("B")
+
+    def gather(
+        self, block: int, offset: int, num_tokens: int, first_layer: int, last_layer: int
+    ) -> memoryview:
+        """A copy, in wire order, of `num_tokens` tokens of one block from `offset` on."""
+        part = self.data[block, first_layer:last_layer, :, offset : offset + num_tokens]
+        return part.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")
+
+    def scatter(
+        self,
+        blocks: tuple[int, ...],
+        first_token: int,
+        first_layer: int,
+        last_layer: int,
+        payload: bytearray,
+    ) -> None:
+        """Write a payload in wire order to position `first_token` on, across block borders."""
+        layout, page = self.layout, self.block_tokens
+        source = torch.frombuffer(payload, dtype=self.data.dtype).view(
+            last_layer - first_layer, 2, -1, layout.num_kv_heads, layout.head_dim
+        )
+        num_tokens, done = source.shape[2], 0
+        while done < num_tokens:
+            offset = (first_token + done) % page
+            run = min(page - offset, num_tokens - done)
+            block = blocks[(first_token + done) // page]
+            self.data[block, first_layer:last_layer, :, offset : offset + run] = source[
+                :, :, done : done + run
+            ]
+            done += run

@@ -1,0 +1,36 @@
+"""Builders that `config.yaml` names: `deployments.app:gateway` and `deployments.app:model`.
+
+`args` holds what needs new processes; what an operator tunes while running is each deployment's
+`user_config`. Neither this module nor what it imports at the top brings in torch: Serve imports it
+in the controller and pickles its classes into every proxy.
+"""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from deployments.decode import Decode
+from deployments.gateway.deployment import Gateway
+from deployments.prefill import Prefill
+from deployments.settings import GatewayArgs, LinkArgs, ModelArgs, PoolSettings
+
+__all__ = ["GatewayArgs", "LinkArgs", "ModelArgs", "PoolSettings", "gateway", "model"]
+
+ROUTER = "deployments.routing.replicas:DirectoryRouter"
+
+
+def gateway(args: GatewayArgs) -> serve.Application:
+    """The OpenAI-compatible front door."""
+    return Gateway.bind(args.model_dump())
+
+
+def model(args: ModelArgs) -> serve.Application:
+    """One model: a decode pool, and a prefill pool unless `args.prefill` is off."""
+    router = RequestRouterConfig(request_router_class=ROUTER)
+    wire = args.model_dump()
+    decode = Decode.options(request_router_config=router)
+    if not args.prefill:
+        return decode.bind(wire, None)
+    prefill = Prefill.options(request_router_config=router)
+    return decode.bind(wire, prefill.bind(wire))

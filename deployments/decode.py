@@ -1,0 +1,241 @@
+"""The decode pool: owns its streams, asks prefill for what is missing, sends a frame a step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from deployments.admission.actor import ensure_queue
+from deployments.admission.client import QueueReporter
+from deployments.engine_host import EngineHost
+from deployments.holds import HoldKeeper, PairHolds
+from deployments.lifecycle.machine import LifecycleConfig
+from deployments.lifecycle.prefill_pool import PrefillPool
+from deployments.lifecycle.pull import PullClient
+from deployments.lifecycle.streams import StreamTable
+from deployments.link.client import Dialer
+from deployments.link.link import Link, LinkHandlers
+from deployments.link.messages import Kind, Report
+from deployments.link.server import LinkServer
+from deployments.link.wire import CloseReason
+from deployments.prefill import advertised
+from deployments.routing.replicas import Directory
+from deployments.secret import read_link_secret
+from deployments.settings import ModelArgs, PoolSettings
+from engine.outputs import StepOutput
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+
+class DecodeService:
+    """Everything a decode replica does, without Serve."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        host: EngineHost,
+        args: ModelArgs,
+        settings: PoolSettings,
+        secret: bytes,
+    ) -> None:
+        self.replica_id = replica_id
+        self.host = host
+        self.pulls: PullClient | None = None
+        self.draining = False
+        self.reporter: QueueReporter | None = None
+        self._args = args
+        self._settings = settings
+        self._secret = secret
+        self._server: LinkServer | None = None
+        self._dialer: Dialer | None = None
+        self._prefill_holds: HoldKeeper | None = None
+        self.streams = StreamTable(
+            host.engine,
+            self._lifecycle_config(settings),
+            slots=settings.max_running_requests,
+            remote=None,
+            changed=self._report,
+        )
+        self.holds = PairHolds(self._busy)
+
+    async def start(self, advertise_host: str) -> str:
+        """Listen and begin stepping. Returns the link's address."""
+        self.host.start(self._on_step, self.streams.fail_all)
+        self._server = LinkServer(
+            self._secret,
+            "decode",
+            self.replica_id,
+            handlers=LinkHandlers(on_message=self._on_message, on_close=self._on_close),
+            host=self._args.link.host,
+            advertise_host=advertise_host,
+            ports=self._args.link.ports,
+        )
+        await self._server.start()
+        return self._server.address
+
+    def use_prefill(self, source: Any, holds: HoldKeeper) -> None:
+        """Send long prompts to the replicas of `source` from now on."""
+        built = self.host.built
+        assert built is not None
+        pulls = PullClient(
+            built.model.layout,
+            window_bytes=self._settings.transfer_window_bytes,
+            stall_s=self._settings.pull_stall_s,
+        )
+        self._dialer = Dialer(
+            self._secret,
+            "decode",
+            self.replica_id,
+            LinkHandlers(
+                on_message=pulls.on_message,
+                on_payload=pulls.on_payload,
+                on_payload_done=pulls.on_payload_done,
+                on_close=pulls.on_close,
+            ),
+            expect_role="prefill",
+        )
+        pulls.dialer = self._dialer
+        self.pulls = pulls
+        self._prefill_holds = holds
+        self.streams.remote = PrefillPool(built, pulls, source, hold=holds)
+
+    def apply(self, settings: PoolSettings) -> None:
+        """Adopt what can change while running."""
+        self._settings = settings
+        self.host.reconfigure(settings)
+        self.streams.slots = settings.max_running_requests
+        self.streams.config = self._lifecycle_config(settings)
+        if self.pulls is not None:
+            self.pulls.window_bytes = settings.transfer_window_bytes
+            self.pulls.stall_s = settings.pull_stall_s
+        self._report()
+
+    async def close(self) -> None:
+        if self.reporter is not None:
+            await self.reporter.close()
+        if self._prefill_holds is not None:
+            await self._prefill_holds.close()
+        if self._server is not None:
+            await self._server.close("replica stops")
+        if self._dialer is not None:
+            await self._dialer.close()
+        self.host.close()
+
+    def report(self) -> Report:
+        """What the queue needs to know of this replica now."""
+        return Report(
+            replica_id=self.replica_id,
+            slots=self.streams.slots,
+            capacity_tokens=self.host.capacity_tokens,
+            grants=self.streams.grants(),
+            ungranted=self.streams.num_ungranted,
+            draining=self.draining,
+        )
+
+    def _report(self) -> None:
+        if self.reporter is not None:
+            self.reporter.changed(self.report())
+
+    @staticmethod
+    def _lifecycle_config(settings: PoolSettings) -> LifecycleConfig:
+        return LifecycleConfig(
+            local_prefill_tokens=settings.local_prefill_tokens,
+            max_pull_attempts=settings.max_pull_attempts,
+            max_fallback_tokens=settings.max_fallback_tokens,
+        )
+
+    def _busy(self, peer_id: str) -> bool:
+        link = self._server.links.get(peer_id) if self._server is not None else None
+        return link is not None and self.streams.streams_of(link) > 0
+
+    def _on_message(self, link: Link, message: list[Any]) -> None:
+        if message[0] == Kind.DRAIN:
+            if not self.draining:
+                self.draining = True
+                self._report()
+            return
+        self.streams.on_message(link, message)
+
+    def _on_step(self, step: StepOutput) -> None:
+        self.streams.on_step(step)
+
+    def _on_close(self, link: Link, reason: CloseReason) -> None:
+        self.streams.on_close(link, reason)
+        self.holds.lost(link.peer_id)
+
+
+@serve.deployment(
+    name="Decode",
+    max_ongoing_requests=10_000,
+    ray_actor_options={"num_cpus": 0.5},
+    graceful_shutdown_timeout_s=600,
+    graceful_shutdown_wait_loop_s=0.5,
+    health_check_period_s=2,
+    health_check_timeout_s=30,
+)
+class Decode:
+    """Serve's view of a decode replica: placement, health, configuration, first contact."""
+
+    async def __init__(self, args: dict[str, Any], prefill: DeploymentHandle | None) -> None:
+        parsed = ModelArgs.model_validate(args)
+        context = serve.get_replica_context()
+        replica_id = context.replica_id.unique_id
+        settings = PoolSettings()
+        secret = read_link_secret()
+        host = await EngineHost.build(parsed, settings)
+        service = DecodeService(replica_id, host, parsed, settings, secret)
+        self._service = service
+        self._args = parsed
+        self._created = int(time.time())
+        self._address = await service.start(advertised(parsed))
+        if prefill is not None and host.built is not None:
+            directory = Directory.of(context.app_name, "Prefill")
+            directory.watch(prefill)
+            handle = prefill.hold
+
+            async def hold(target: str, peer: str) -> str:
+                return await handle.remote({"target": target, "peer": peer})
+
+            service.use_prefill(directory, HoldKeeper(hold, replica_id))
+        app = context.app_name
+
+        async def find_queue() -> str:
+            queue = await asyncio.to_thread(ensure_queue, app, secret)
+            return await queue.address.remote()
+
+        service.reporter = QueueReporter(find_queue, secret, replica_id, service.report)
+        service.reporter.start()
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self._service.apply(PoolSettings.parse(user_config))
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        engine = self._service.host.engine
+        return {
+            "link": self._address,
+            "pid": os.getpid(),
+            "model": self._args.name,
+            "source": self._args.source,
+            "created": self._created,
+            "max_context_tokens": engine.max_context_tokens,
+            "max_output_tokens": self._args.max_output_tokens,
+        }
+
+    async def hold(self, call: dict[str, Any]) -> str:
+        """Stay open while gateway `call["peer"]` has streams here: Serve's drain waits for it."""
+        return await self._service.holds.hold(call["peer"])
+
+    def check_health(self) -> None:
+        failure = self._service.host.failure
+        if failure is not None:
+            raise RuntimeError(f"the engine failed: {failure}")
+
+    async def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None:
+            await service.close()

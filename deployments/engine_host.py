@@ -1,0 +1,99 @@
+"""An engine inside a replica: built off the loop, stepping on its thread, heard on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from deployments.settings import ModelArgs, PoolSettings
+from engine.errors import EngineError
+from engine.outputs import StepOutput
+from engine.protocol import EngineLike
+from engine.text.text_model import load_text
+
+if TYPE_CHECKING:
+    from engine.build import BuiltEngine
+    from engine.runner import EngineRunner
+
+_LEASE_CHECK_S = 1.0
+
+
+class EngineHost:
+    """Owns one engine and its thread. `on_step` and `on_failure` are called on the event loop."""
+
+    def __init__(self, engine: EngineLike, built: BuiltEngine | None) -> None:
+        self.engine = engine
+        self.built = built
+        """None for an engine without KV (synthetic)."""
+
+        self._runner: EngineRunner | None = None
+
+    @classmethod
+    async def build(cls, args: ModelArgs, settings: PoolSettings) -> EngineHost:
+        """Load the model in a thread. Raises ConfigError for what cannot be loaded."""
+        return await asyncio.to_thread(cls._build, args, settings)
+
+    @classmethod
+    def _build(cls, args: ModelArgs, settings: PoolSettings) -> EngineHost:
+        config = args.engine_config(settings.scheduler())
+        tokenizer = load_text(args.source).tokenizer
+        if args.source == "synthetic":
+            from engine.synthetic import SyntheticEngine
+
+            return cls(SyntheticEngine(config, tokenizer), None)
+        from engine.build import build_engine  # torch: only where a model runs
+
+        built = build_engine(config, tokenizer)
+        return cls(built.engine, built)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that this engine can hold."""
+        if self.built is None:
+            return (
+                self.engine.max_context_tokens * self.engine.config.scheduler.max_running_requests
+            )
+        return self.built.engine.blocks.config.capacity_tokens
+
+    def reconfigure(self, settings: PoolSettings) -> None:
+        if self.built is not None:
+            self.built.engine.reconfigure(settings.scheduler())
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._runner.failure if self._runner is not None else None
+
+    def start(
+        self,
+        on_step: Callable[[StepOutput], None],
+        on_failure: Callable[[EngineError], None],
+    ) -> None:
+        """Begin stepping. Call on the event loop that the callbacks should run on."""
+        from engine.runner import EngineRunner
+
+        loop = asyncio.get_running_loop()
+
+        def failed(error: BaseException) -> None:
+            said = EngineError(f"the engine failed: {type(error).__name__}: this replica restarts")
+            loop.call_soon_threadsafe(on_failure, said)
+
+        def deliver(step: StepOutput) -> None:
+            loop.call_soon_threadsafe(on_step, step)
+
+        self._runner = EngineRunner(self.engine, deliver, failed)
+        self._runner.start()
+
+    async def expire_leases(self, expired: Callable[[list[str]], None]) -> None:
+        """Run for ever: free leases past their deadline and say which."""
+        assert self.built is not None
+        while True:
+            await asyncio.sleep(_LEASE_CHECK_S)
+            ids = self.built.engine.expire_leases()
+            if ids:
+                expired(ids)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.stop()
+        self.engine.close()

@@ -1,0 +1,403 @@
+"""The gateway's way to a model: a grant from its queue, a submit over the link, frames back.
+
+```
+ open ──► acquire ──► link to the granted replica ──► SUBMIT ──► frames ──► RELEASE
+             ▲   full, or the replica is gone │                    │ link lost
+             └────────────────────────────────┘◄───────────────────┘ resubmit what was not finished
+```
+
+A replica's death is not the client's problem: every choice that had not ended is submitted again
+with the tokens it had emitted. Noise is a function of (seed, position, token), so it goes on as it
+would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from deployments.admission.client import QueueAway, QueueClient
+from deployments.holds import HoldKeeper
+from deployments.link.client import Dialer
+from deployments.link.link import Link, LinkDown, LinkHandlers
+from deployments.link.messages import (
+    Grant,
+    Kind,
+    StreamEvent,
+    Submit,
+    Usage,
+    refusal_from_wire,
+)
+from deployments.link.wire import CloseReason
+from deployments.routing.choice import ReplicaChooser
+from engine.errors import EngineError, Overloaded, TransferError
+from engine.request import Request, derive_seed
+
+logger = logging.getLogger(__name__)
+
+MAX_PLACEMENTS = 8
+"""Times one submit is placed anew after `full` or a lost replica."""
+
+UNKNOWN_REPLICA_WAIT_S = 5.0
+"""A new replica reports to the queue a moment before Serve tells the gateways of it."""
+
+RETRY_PAUSE_S = 0.05
+
+
+class ReplicaDirectory(Protocol):
+    """The running set of a model's decode pool, as Serve tells it."""
+
+    def replicas(self) -> Mapping[str, Mapping[str, Any]]: ...
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        ...
+
+
+@dataclass(slots=True)
+class _Leg:
+    """One submit of a stream on one link."""
+
+    stream: ClusterStream
+    stream_id: int
+    link: Link
+    replica: str
+    grant: Grant | None
+    choices: tuple[int, ...]
+    """The client's choice for each choice of this submit."""
+
+    unconsumed: int = 0
+    """Tokens yielded since the last credit."""
+
+    live: set[int] = field(default_factory=set[int])
+
+
+class ClusterStream:
+    """`backend.Stream` over the cluster. Made by `ModelClient.open`."""
+
+    def __init__(
+        self, client: ModelClient, request: Request, n: int, deadline: float | None
+    ) -> None:
+        self.admitted_s: float | None = None
+        self.replica: str | None = None
+        self.migrations = 0
+        self._client = client
+        self._request = request
+        self._n = n
+        self._deadline = deadline
+        self._placements = 0
+        self._legs: list[_Leg] = []
+        self._events: list[StreamEvent] = []
+        self._wake = asyncio.Event()
+        self._failure: EngineError | None = None
+        self._again: list[tuple[_Leg, EngineError]] = []
+        self._emitted: list[list[int]] = [[] for _ in range(n)]
+        self._unfinished = set(range(n))
+        self._cached_tokens: int | None = None
+        self._closed = False
+
+    @property
+    def remaining_s(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    async def place(self, choices: tuple[int, ...], last: EngineError | None = None) -> None:
+        """Find a replica for these choices and submit them. Raises EngineError when none will."""
+        request, window = self._request, self._client.window_tokens
+        if len(choices) != self._n or any(self._emitted[c] for c in choices):
+            assert len(choices) == 1
+            (choice,) = choices
+            request = replace(
+                request,
+                output_ids=(*request.output_ids, *self._emitted[choice]),
+                params=replace(request.params, seed=derive_seed(request.params.seed, choice)),
+            )
+        while True:
+            self._placements += 1
+            if self._placements > MAX_PLACEMENTS:
+                raise last or Overloaded(f"no replica took it in {MAX_PLACEMENTS} attempts")
+            replica, grant = await self._client.admit(request, len(choices), self.remaining_s)
+            try:
+                link = await self._client.link_to(replica)
+            except (LinkDown, TransferError) as error:
+                self._client.release(grant)
+                last = Overloaded(f"replica {replica} cannot be reached: {error}")
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            except BaseException:
+                self._client.release(grant)
+                raise
+            break
+        if self._closed:
+            self._client.release(grant)
+            raise EngineError("the stream was closed while it was placed")
+        self.admitted_s = self.admitted_s or time.monotonic()
+        self.replica = replica
+        leg = _Leg(
+            self, next(self._client.stream_ids), link, replica, grant, choices, live=set(choices)
+        )
+        remaining = self.remaining_s
+        submit = Submit(
+            stream_id=leg.stream_id,
+            request=request,
+            n=len(choices),
+            grant=grant,
+            remaining_ms=None if remaining is None else max(1, int(remaining * 1000)),
+            window_tokens=window,
+        )
+        self._legs.append(leg)
+        self._client.opened(leg)
+        link.send(submit.to_wire())
+
+    def on_event(self, leg: _Leg, event: StreamEvent) -> None:
+        """A frame's entry for this stream, on the event loop."""
+        choice = leg.choices[event.choice]
+        event.choice = choice
+        self._emitted[choice].extend(event.token_ids)
+        if event.usage is not None and self._cached_tokens is None:
+            self._cached_tokens = event.usage.cached_tokens
+        event.usage = None
+        if event.finish is not None:
+            leg.live.discard(choice)
+            self._unfinished.discard(choice)
+            if not leg.live:
+                self._end(leg)
+            if not self._unfinished:
+                event.usage = Usage(
+                    prompt_tokens=len(self._request.prompt_ids),
+                    completion_tokens=sum(map(len, self._emitted)),
+                    cached_tokens=self._cached_tokens or 0,
+                )
+        leg.unconsumed += len(event.token_ids)
+        self._events.append(event)
+        self._wake.set()
+
+    def on_refused(self, leg: _Leg, error: EngineError) -> None:
+        """Decode will not, or no longer, serve this leg."""
+        self._end(leg)
+        if isinstance(error, Overloaded) and error.code == "full":
+            self._again.append((leg, error))
+        else:
+            self._failure = error
+        self._wake.set()
+
+    def on_lost(self, leg: _Leg, reason: CloseReason) -> None:
+        """The replica is gone. What it had not finished goes elsewhere."""
+        self._end(leg)
+        if leg.live:
+            self._again.append(
+                (leg, Overloaded(f"replica {leg.replica} was lost ({reason}): try again"))
+            )
+        self._wake.set()
+
+    def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:
+        return self._run()
+
+    async def _run(self) -> AsyncIterator[list[StreamEvent]]:
+        while True:
+            if self._events:
+                events, self._events = self._events, []
+                yield events
+                for leg in self._legs:
+                    if leg.unconsumed >= self._client.window_tokens // 4:
+                        leg.link.send([Kind.CREDIT, leg.stream_id, leg.unconsumed])
+                        leg.unconsumed = 0
+                continue
+            if not self._unfinished:
+                return
+            if self._failure is not None:
+                raise self._failure
+            if self._again:
+                await self._replace()
+                continue
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _replace(self) -> None:
+        again, self._again = self._again, []
+        for leg, error in again:
+            whole = tuple(leg.choices)
+            if len(whole) == self._n and not any(self._emitted):
+                await self.place(whole, error)
+                continue
+            for choice in sorted(leg.live):
+                self.migrations += 1
+                await self.place((choice,), error)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for leg in list(self._legs):
+            leg.link.send([Kind.CANCEL, leg.stream_id])
+            self._end(leg)
+
+    def _end(self, leg: _Leg) -> None:
+        if leg in self._legs:
+            self._legs.remove(leg)
+            self._client.closed(leg)
+
+
+class ModelClient:
+    """This gateway's connections for one model: its queue, and a link to each decode replica."""
+
+    def __init__(
+        self,
+        own_id: str,
+        secret: bytes,
+        directory: ReplicaDirectory,
+        queue: QueueClient,
+        holds: HoldKeeper,
+        *,
+        window_tokens: int = 1024,
+        on_snapshot: Any = None,
+    ) -> None:
+        self.window_tokens = window_tokens
+        self.stream_ids = itertools.count(1)
+        self.directory = directory
+        self._queue = queue
+        self._holds = holds
+        self._chooser = ReplicaChooser()
+        self._legs: dict[tuple[Link, int], _Leg] = {}
+        self._on_snapshot = on_snapshot
+        self._dropped: dict[str, str] = {}
+        """Replicas that Serve dropped while they lived: id to address."""
+
+        self._known: dict[str, str] = {}
+        self._dialer = Dialer(
+            secret,
+            "gateway",
+            own_id,
+            LinkHandlers(on_message=self._on_message, on_close=self._on_close),
+            expect_role="decode",
+        )
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._legs)
+
+    def start(self) -> None:
+        self._queue.start()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await self._queue.close()
+        await self._holds.close()
+        await self._dialer.close()
+
+    async def open(self, request: Request, *, n: int, remaining_s: float | None) -> ClusterStream:
+        deadline = None if remaining_s is None else time.monotonic() + remaining_s
+        stream = ClusterStream(self, request, n, deadline)
+        try:
+            await stream.place(tuple(range(n)))
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def admit(
+        self, request: Request, n: int, remaining_s: float | None
+    ) -> tuple[str, Grant | None]:
+        """A replica to submit to, with the queue's grant or, while it is away, without.
+
+        Raises Overloaded.
+        """
+        prompt = request.num_tokens
+        left = request.params.max_tokens - len(request.output_ids)
+        try:
+            grant = await self._queue.acquire(
+                cost_tokens=prompt + n * left,
+                prompt_tokens=prompt,
+                n=n,
+                priority=request.priority,
+                remaining_s=remaining_s,
+            )
+        except QueueAway:
+            self._chooser.set_replicas(self.directory.replicas().keys())
+            replica = self._chooser.choose(time.monotonic())
+            if replica is None:
+                raise Overloaded(
+                    "no decode replica is running: try again", code="no_replicas", retry_after_s=2.0
+                ) from None
+            return replica, None
+        return grant.replica_id, grant
+
+    async def link_to(self, replica: str) -> Link:
+        """The link to a replica that Serve counts as running. Raises LinkDown, TransferError."""
+        metadata = self.directory.replicas().get(replica)
+        if metadata is None and replica not in self._dropped:
+            try:
+                metadata = await asyncio.wait_for(self._appears(replica), UNKNOWN_REPLICA_WAIT_S)
+            except asyncio.TimeoutError:
+                metadata = None
+        if metadata is None:
+            raise TransferError(f"replica {replica} is not running", stage="connect")
+        return await self._dialer.get(metadata["link"], expect_id=replica)
+
+    async def _appears(self, replica: str) -> Mapping[str, Any]:
+        while True:
+            metadata = self.directory.replicas().get(replica)
+            if metadata is not None:
+                return metadata
+            await self.directory.changed()
+
+    def release(self, grant: Grant | None) -> None:
+        if grant is not None:
+            self._queue.release(grant)
+
+    def opened(self, leg: _Leg) -> None:
+        self._legs[leg.link, leg.stream_id] = leg
+        self._holds.begin(leg.replica)
+
+    def closed(self, leg: _Leg) -> None:
+        if self._legs.pop((leg.link, leg.stream_id), None) is not None:
+            self._holds.end(leg.replica)
+            self.release(leg.grant)
+
+    def _on_message(self, link: Link, message: list[Any]) -> None:
+        match message[0]:
+            case Kind.STEP:
+                legs = self._legs
+                for wire in message[1]:
+                    leg = legs.get((link, wire[0]))
+                    if leg is not None:
+                        leg.stream.on_event(leg, StreamEvent.from_wire(wire))
+            case Kind.REFUSE:
+                leg = self._legs.get((link, message[1]))
+                if leg is not None:
+                    leg.stream.on_refused(leg, refusal_from_wire(message))
+            case Kind.SNAPSHOT:
+                if self._on_snapshot is not None:
+                    self._on_snapshot(message)
+            case _:
+                pass
+
+    def _on_close(self, link: Link, reason: CloseReason) -> None:
+        for (owner, _), leg in list(self._legs.items()):
+            if owner is link:
+                leg.stream.on_lost(leg, reason)
+
+    async def _watch(self) -> None:
+        """Tell replicas that Serve dropped: no gateway sends them new work."""
+        while True:
+            now = {r: m["link"] for r, m in self.directory.replicas().items() if "link" in m}
+            for replica, address in self._known.items():
+                if replica not in now:
+                    self._dropped[replica] = address
+                    await self._say_goodbye(replica, address)
+            for replica in now:
+                self._dropped.pop(replica, None)
+            self._known = now
+            await self.directory.changed()
+
+    async def _say_goodbye(self, replica: str, address: str) -> None:
+        try:
+            link = await self._dialer.get(address, expect_id=replica)
+            link.send([Kind.DRAIN])
+        except LinkDown:
+            self._dialer.forget(address)

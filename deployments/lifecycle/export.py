@@ -1,0 +1,202 @@
+"""Prefill's side of a KV transfer over links: compute, stream what is computed, hold, let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deployments.link.link import Link
+from deployments.link.messages import Kind
+from deployments.link.wire import CloseReason
+from engine.errors import EngineError, Overloaded, RequestError
+from engine.outputs import Computed, Output, StepOutput
+from engine.request import Request
+from engine.transfer.export import KVExport
+from engine.transfer.manifest import Manifest
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.execution.pool import KVPool
+
+LEASE_S = 30.0
+"""Renewed by the decode replica every 5 s; what is not renewed is freed."""
+
+
+@dataclass(slots=True)
+class _Session:
+    link: Link
+    transfer: int
+    request_id: str
+    export: KVExport
+    chain: tuple[bytes, ...]
+    chain_tokens: int
+    first_token: int
+    announced: bool = False
+
+
+class ExportServer:
+    """Answers PREFILL messages of decode replicas. Lives on the event loop; the engine is shared.
+
+    A session ends with DONE (commit, or nobody wants it any more), with the link, or with its
+    lease. Every way out cancels the computation and frees the lease.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: KVPool,
+        *,
+        chain: Callable[[Request, int], tuple[bytes, ...]],
+        max_unacked_bytes: int,
+    ) -> None:
+        self.bytes_sent = 0
+        self._engine = engine
+        self._pool = pool
+        self._chain = chain
+        self.max_unacked_bytes = max_unacked_bytes
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def sessions_of(self, peer_id: str) -> int:
+        return sum(1 for session in self._sessions.values() if session.link.peer_id == peer_id)
+
+    @property
+    def unacked_bytes(self) -> int:
+        return sum(session.export.unacked_bytes for session in self._sessions.values())
+
+    def on_message(self, link: Link, message: list[Any]) -> None:
+        request_id = f"{link.peer_id}:{message[1]}"
+        match message[0]:
+            case Kind.PREFILL:
+                self._begin(link, request_id, message)
+            case Kind.ACK:
+                session = self._sessions.get(request_id)
+                if session is not None:
+                    session.export.acked(message[2])
+                    self._pump_all(session)
+            case Kind.RENEW:
+                if request_id in self._sessions:
+                    self._engine.renew(request_id, LEASE_S)
+            case Kind.DONE:
+                self._end(request_id)
+            case _:
+                pass
+
+    def on_close(self, link: Link, reason: CloseReason) -> None:
+        for request_id, session in list(self._sessions.items()):
+            if session.link is link:
+                self._end(request_id)
+
+    def on_step(self, step: StepOutput) -> None:
+        """Ship what the step computed."""
+        finals: list[Output] = [out for out in step.outputs if out.finish is not None]
+        for out in finals:
+            session = self._sessions.get(out.request_id)
+            if session is not None:
+                # Before the last chunks: the receiver measures from here how long they took.
+                session.link.send([Kind.FINAL, session.transfer, out.token.to_wire()])
+        for computed in step.computed:
+            self._computed(computed)
+
+    def expired(self, request_ids: Iterable[str]) -> None:
+        """The engine freed these leases: their receivers went silent."""
+        for request_id in request_ids:
+            session = self._sessions.get(request_id)
+            if session is not None:
+                session.link.send(
+                    [Kind.FAIL, session.transfer, "lease", f"no renewal for {LEASE_S:g} s"]
+                )
+                self._end(request_id)
+
+    def fail_all(self, message: str) -> None:
+        """The engine is broken: tell every receiver at once."""
+        for request_id, session in list(self._sessions.items()):
+            session.link.send([Kind.FAIL, session.transfer, "prefill", message])
+            self._end(request_id)
+
+    def _begin(self, link: Link, request_id: str, message: list[Any]) -> None:
+        _, transfer, wire, first_token, _remaining_ms, window_bytes, chain_tokens = message
+        try:
+            given = Request.from_wire(wire)
+            request = Request(
+                request_id=request_id,
+                prompt_ids=given.prompt_ids,
+                params=given.params,
+                output_ids=given.output_ids,
+                priority=given.priority,
+                salt=given.salt,
+            )
+            self._sessions[request_id] = _Session(
+                link,
+                transfer,
+                request_id,
+                KVExport(
+                    self._pool,
+                    first_token=first_token,
+                    num_tokens=request.num_tokens,
+                    window_bytes=window_bytes,
+                ),
+                self._chain(request, chain_tokens),
+                chain_tokens,
+                first_token,
+            )
+            self._engine.submit(request, hold_s=LEASE_S)
+        except (RequestError, Overloaded) as error:
+            self._sessions.pop(request_id, None)
+            stage = "full" if isinstance(error, Overloaded) else "request"
+            link.send([Kind.FAIL, transfer, stage, str(error)])
+        except EngineError as error:
+            self._sessions.pop(request_id, None)
+            link.send([Kind.FAIL, transfer, "prefill", str(error)])
+
+    def _computed(self, computed: Computed) -> None:
+        session = self._sessions.get(computed.request_id)
+        if session is None:
+            return
+        if not session.announced:
+            session.announced = True
+            self._announce(session, computed.first_token)
+        session.export.computed(computed.num_tokens, computed.blocks)
+        self._pump(session)
+
+    def _announce(self, session: _Session, num_cached_tokens: int) -> None:
+        layout = self._pool.layout
+        manifest = Manifest(
+            fingerprint=layout.fingerprint,
+            dtype=layout.dtype,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            head_range=(0, layout.num_kv_heads),
+            first_token=session.first_token,
+            num_tokens=session.export.num_tokens,
+            chain=session.chain,
+            chain_tokens=session.chain_tokens,
+            num_cached_tokens=num_cached_tokens,
+            lease_ms=int(LEASE_S * 1000),
+        )
+        session.link.send([Kind.MANIFEST, session.transfer, manifest.to_wire()])
+
+    def _pump(self, session: _Session) -> None:
+        while self.unacked_bytes < self.max_unacked_bytes or not session.export.unacked_bytes:
+            chunk = session.export.next()
+            if chunk is None:
+                return
+            self.bytes_sent += len(chunk.payload)
+            head = [Kind.CHUNK, session.transfer, chunk.head.to_wire()]
+            session.link.send_payload(head, chunk.payload)
+
+    def _pump_all(self, first: _Session) -> None:
+        self._pump(first)
+        for session in self._sessions.values():
+            if session is not first and session.announced:
+                self._pump(session)
+
+    def _end(self, request_id: str) -> None:
+        if self._sessions.pop(request_id, None) is not None:
+            self._engine.cancel(request_id)
+            self._engine.release(request_id)

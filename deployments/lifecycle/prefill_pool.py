@@ -1,0 +1,102 @@
+"""The prefill pool as a decode replica sees it: who is there, whom to ask, how it went."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from deployments.holds import HoldKeeper
+from deployments.routing.choice import ReplicaChooser
+from engine.cache.hashing import hash_chain, root_hash
+from engine.errors import TransferError
+from engine.outputs import Output
+from engine.request import Request
+from engine.transfer.intake import KVIntake
+from engine.transfer.manifest import Prefilled
+from engine.transfer.transport import KVTransport
+
+if TYPE_CHECKING:
+    from engine.build import BuiltEngine
+
+
+class ReplicaSource(Protocol):
+    """Where the running set of a deployment comes from."""
+
+    def replicas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Metadata by replica id."""
+        ...
+
+
+class PrefillPool:
+    """Implements `streams.RemotePrefill` over a KV transport."""
+
+    def __init__(
+        self,
+        built: BuiltEngine,
+        transport: KVTransport,
+        source: ReplicaSource,
+        *,
+        hold: HoldKeeper,
+    ) -> None:
+        self._built = built
+        self._transport = transport
+        self._source = source
+        self._hold = hold
+        self._chooser = ReplicaChooser()
+        self._attempts = itertools.count()
+
+    def choose(self, num_tokens: int, excluding: str | None) -> str | None:
+        """See `RemotePrefill`. Skips replicas that failed a moment ago."""
+        replicas = self._source.replicas()
+        self._chooser.set_replicas(replicas.keys())
+        return self._chooser.choose(
+            time.monotonic(), excluding=frozenset(() if excluding is None else (excluding,))
+        )
+
+    async def pull(
+        self,
+        replica: str,
+        request: Request,
+        blocks: tuple[int, ...],
+        first_token: int,
+        remaining_s: float | None,
+    ) -> Prefilled:
+        """See `RemotePrefill`."""
+        metadata = self._source.replicas().get(replica)
+        if metadata is None:
+            raise TransferError(f"prefill replica {replica} left the pool", stage="connect")
+        pool, engine = self._built.pool, self._built.engine
+        intake = KVIntake(pool, blocks, first_token=first_token, num_tokens=request.num_tokens)
+        root = root_hash(engine.layout.fingerprint, request.salt)
+        chain = tuple(hash_chain(root, request.token_ids, pool.block_tokens))
+        attempt = str(next(self._attempts))
+        self._chooser.begin(replica, attempt, request.num_tokens - first_token)
+        self._hold.begin(replica)
+        try:
+            prefilled = await self._transport.pull(
+                metadata["link"],
+                request,
+                intake,
+                chain=chain,
+                chain_tokens=pool.block_tokens,
+                remaining_s=remaining_s,
+            )
+        except TransferError:
+            self._chooser.failed(replica, time.monotonic())
+            raise
+        else:
+            self._chooser.succeeded(replica)
+            return prefilled
+        finally:
+            self._chooser.end(replica, attempt)
+            self._hold.end(replica)
+
+    def arrived(self, request: Request, prefilled: Prefilled) -> Output | None:
+        """See `RemotePrefill`."""
+        return self._built.engine.kv_arrived(request.request_id, prefilled.first)
+
+    def failed(self, request_id: str) -> None:
+        """See `RemotePrefill`."""
+        self._built.engine.kv_failed(request_id)

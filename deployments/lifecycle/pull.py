@@ -1,0 +1,201 @@
+"""Decode's side of a KV transfer over links: ask, receive into the pool, acknowledge, finish."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.link.client import Dialer
+from deployments.link.link import Link, LinkDown
+from deployments.link.messages import Kind
+from deployments.link.wire import CloseReason
+from engine.errors import TransferError
+from engine.models.model import KVLayout
+from engine.request import Request, SampledToken
+from engine.transfer.intake import KVIntake
+from engine.transfer.manifest import ChunkHead, Manifest, Prefilled
+
+RENEW_EVERY_S = 5.0
+
+
+@dataclass(slots=True)
+class _Job:
+    intake: KVIntake
+    chain: tuple[bytes, ...]
+    done: asyncio.Future[Prefilled]
+    link: Link
+    manifest: Manifest | None = None
+    first: SampledToken | None = None
+    first_at: float = 0.0
+
+
+class PullClient:
+    """Pulls prompts' KV from prefill replicas, any number at a time over one link a replica.
+
+    Pass `on_message`, `on_payload`, `on_payload_done` and `on_close` to the dialer's handlers.
+    """
+
+    def __init__(self, layout: KVLayout, *, window_bytes: int, stall_s: float) -> None:
+        self.dialer: Dialer
+        self.bytes_received = 0
+        self.checksum_mismatches = 0
+        self._layout = layout
+        self.window_bytes = window_bytes
+        self.stall_s = stall_s
+        self._jobs: dict[tuple[Link, int], _Job] = {}
+        self._receiving: dict[Link, tuple[_Job, memoryview]] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._jobs)
+
+    async def pull(
+        self,
+        address: str,
+        request: Request,
+        intake: KVIntake,
+        *,
+        chain: tuple[bytes, ...],
+        chain_tokens: int,
+        remaining_s: float | None,
+    ) -> Prefilled:
+        """Bring tokens `[intake.first_token, intake.num_tokens)` of the request into the intake.
+
+        Returns only when every byte is there and checked. Raises TransferError when the replica
+        cannot be reached, sends something else, stalls or dies. Whatever the outcome, nothing is
+        written into the intake's blocks after this returns or is cancelled.
+        """
+        transfer = next(self._ids)
+        link: Link | None = None
+        try:
+            try:
+                link = await self.dialer.get(address)
+            except LinkDown as error:
+                raise TransferError(f"prefill replica: {error}", stage="connect") from error
+            done: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
+            self._jobs[link, transfer] = job = _Job(intake, chain, done, link)
+            link.send(
+                [
+                    Kind.PREFILL,
+                    transfer,
+                    request.to_wire(),
+                    intake.first_token,
+                    None if remaining_s is None else max(1, int(remaining_s * 1000)),
+                    self.window_bytes,
+                    chain_tokens,
+                ]
+            )
+            return await self._wait(job, link, transfer)
+        finally:
+            intake.close()
+            if link is not None:
+                self._detach(link, self._jobs.pop((link, transfer), None))
+                link.send([Kind.DONE, transfer])
+
+    async def _wait(self, job: _Job, link: Link, transfer: int) -> Prefilled:
+        seen, quiet_since = 0, time.monotonic()
+        while True:
+            finished, _ = await asyncio.wait([job.done], timeout=min(RENEW_EVERY_S, self.stall_s))
+            if finished:
+                return job.done.result()
+            # A prompt may wait its turn for long: only a transfer that has begun can stall.
+            now = time.monotonic()
+            if job.manifest is None or job.intake.received_bytes != seen:
+                seen, quiet_since = job.intake.received_bytes, now
+            elif now - quiet_since > self.stall_s and job.first is not None:
+                raise TransferError(
+                    f"no byte for {self.stall_s:g} s with {seen} received", stage="stall"
+                )
+            link.send([Kind.RENEW, transfer])
+
+    def on_message(self, link: Link, message: list[Any]) -> None:
+        """MANIFEST, FINAL and FAIL of running pulls; others are late and ignored."""
+        job = self._jobs.get((link, message[1]))
+        if job is None:
+            return
+        try:
+            match message[0]:
+                case Kind.MANIFEST:
+                    manifest = Manifest.from_wire(message[2])
+                    intake = job.intake
+                    manifest.require(self._layout, job.chain, intake.first_token, intake.num_tokens)
+                    job.manifest = manifest
+                case Kind.FINAL:
+                    job.first = SampledToken.from_wire(message[2])
+                    job.first_at = time.monotonic()
+                    self._maybe_finish(job)
+                case Kind.FAIL:
+                    raise TransferError(message[3], stage=message[2])
+                case _:
+                    pass
+        except TransferError as error:
+            self._fail(job, error)
+
+    def on_payload(self, link: Link, head: list[Any]) -> memoryview | None:
+        """Memory for the payload that follows `head`, or None to discard it."""
+        job = self._jobs.get((link, head[1]))
+        if job is None or job.done.done():
+            return None
+        try:
+            if job.manifest is None:
+                raise TransferError("a chunk came before its manifest", stage="chunk")
+            memory = job.intake.memory(ChunkHead.from_wire(head[2]))
+        except TransferError as error:
+            self._fail(job, error)
+            return None
+        if memory is not None:
+            self._receiving[link] = (job, memory)
+        return memory
+
+    def on_payload_done(self, link: Link, head: list[Any]) -> None:
+        """A payload is complete: check and acknowledge it."""
+        link.send([Kind.ACK, head[1], head[2][6]])
+        job, payload = self._receiving.pop(link, (None, None))
+        if job is None or payload is None or job.done.done():
+            return
+        try:
+            job.intake.received(ChunkHead.from_wire(head[2]), payload)
+        except TransferError as error:
+            self.checksum_mismatches += error.stage == "checksum"
+            self._fail(job, error)
+            return
+        self.bytes_received += len(payload)
+        self._maybe_finish(job)
+
+    def on_close(self, link: Link, reason: CloseReason) -> None:
+        self._receiving.pop(link, None)
+        for (owner, _), job in list(self._jobs.items()):
+            if owner is link:
+                self._fail(job, TransferError(f"prefill replica lost: {reason}", stage="link"))
+
+    def _detach(self, link: Link, job: _Job | None) -> None:
+        # The link may be in the middle of a payload: its rest must not reach blocks that are
+        # about to belong to another request.
+        receiving, _ = self._receiving.get(link, (None, None))
+        if receiving is not None and receiving is job:
+            del self._receiving[link]
+            link.discard_payload()
+
+    def _maybe_finish(self, job: _Job) -> None:
+        if job.first is None or job.manifest is None or not job.intake.complete:
+            return
+        if not job.done.done():
+            job.done.set_result(
+                Prefilled(
+                    job.first,
+                    job.manifest.num_cached_tokens,
+                    job.intake.received_bytes,
+                    time.monotonic() - job.first_at,
+                )
+            )
+
+    @staticmethod
+    def _fail(job: _Job, error: TransferError) -> None:
+        job.intake.close()
+        if not job.done.done():
+            job.done.set_exception(error)
+            job.done.exception()  # the waiter may have been cancelled: then nobody else reads it

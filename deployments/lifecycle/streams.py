@@ -1,0 +1,506 @@
+"""Every submit alive on a decode replica: from SUBMIT to its last frame, on the event loop.
+
+The state machine (`machine.py`) decides; this carries out. All engine calls here return in
+microseconds; the engine's steps come in through `on_step`, one call a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deployments.lifecycle.machine import (
+    Action,
+    Cancelled,
+    ComputeHere,
+    End,
+    Event,
+    Failed,
+    KVArrived,
+    Lifecycle,
+    LifecycleConfig,
+    Pull,
+    PullFailed,
+    Refuse,
+    Reserved,
+    Start,
+    Stepped,
+    Stop,
+    StopPull,
+    Submitted,
+    event_to_json,
+)
+from deployments.link.link import Link
+from deployments.link.messages import (
+    Kind,
+    StreamEvent,
+    Submit,
+    TokenLogprob,
+    Usage,
+    refusal_to_wire,
+)
+from deployments.link.wire import CloseReason
+from engine.errors import EngineError, Overloaded, RequestError, TransferError
+from engine.outputs import Output, StepOutput
+from engine.protocol import EngineLike
+from engine.request import FinishReason, Request, SampledToken
+from engine.transfer.manifest import Prefilled
+
+logger = logging.getLogger(__name__)
+
+
+class RemotePrefill(Protocol):
+    """Where prompts can be computed elsewhere. None of it exists on a replica served together."""
+
+    def choose(self, num_tokens: int, excluding: str | None) -> str | None:
+        """A healthy prefill replica, or None."""
+        ...
+
+    async def pull(
+        self,
+        replica: str,
+        request: Request,
+        blocks: tuple[int, ...],
+        first_token: int,
+        remaining_s: float | None,
+    ) -> Prefilled:
+        """Fill `blocks` from `first_token` on. Raises TransferError; never half done."""
+        ...
+
+    def arrived(self, request: Request, prefilled: Prefilled) -> Output | None:
+        """Commit the blocks and get the first token's output; None if the request is gone."""
+        ...
+
+    def failed(self, request_id: str) -> None:
+        """Let the engine compute the prompt itself."""
+        ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start, read by the metric exporter."""
+
+    submits: int = 0
+    tokens_out: int = 0
+    frames: int = 0
+    cancelled: int = 0
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    decisions: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    pull_failures: dict[str, int] = field(default_factory=dict[str, int])
+    prompt_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """By source: local_compute, local_cache_hit, external_kv_transfer."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    link: Link
+    submit: Submit
+    machine: Lifecycle
+    deadline: float | None
+    key: str
+    """Unique on this replica; choice i runs in the engine as `{key}/{i}`."""
+
+    timer: asyncio.TimerHandle | None = None
+    pull: asyncio.Task[None] | None = None
+    blocks: tuple[int, ...] = ()
+    first_token: int = 0
+    ahead: int = 0
+    """Tokens sent that the gateway has not consumed yet."""
+
+    paused: bool = False
+    unlogged: dict[int, int] = field(default_factory=dict[int, int])
+    """Tokens by choice since the machine was last told."""
+
+    engine_ids: dict[int, str] = field(default_factory=dict[int, str])
+    log: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+class StreamTable:
+    """The decode replica's streams.
+
+    `slots` is the last authority on how many choices may be alive; a submit past it is refused with
+    the code `full`. `changed` is called after every change of what is alive, for the report to the
+    queue.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        config: LifecycleConfig,
+        *,
+        slots: int,
+        remote: RemotePrefill | None,
+        changed: Callable[[], None],
+        observe_pull: Callable[[Prefilled, float], None] = lambda _prefilled, _seconds: None,
+        log_size: int = 512,
+    ) -> None:
+        self.config = config
+        self.slots = slots
+        self.remote = remote
+        self.counters = Counters()
+        self.log: deque[dict[str, Any]] = deque(maxlen=log_size)
+        """Ended submits, newest last: id, decision and every event with its time."""
+
+        self._engine = engine
+        self._changed = changed
+        self._observe_pull = observe_pull
+        self._streams: dict[tuple[Link, int], _Stream] = {}
+        self._choices: dict[str, tuple[_Stream, int]] = {}
+        self._num_choices = 0
+        self._broken: EngineError | None = None
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_choices(self) -> int:
+        """Slots taken: all choices of every live submit."""
+        return self._num_choices
+
+    def grants(self) -> tuple[tuple[int, int, int], ...]:
+        """`(epoch, grant id, n)` of live submits that carried a grant."""
+        return tuple(
+            (s.submit.grant.epoch, s.submit.grant.grant_id, s.submit.n)
+            for s in self._streams.values()
+            if s.submit.grant is not None
+        )
+
+    @property
+    def num_ungranted(self) -> int:
+        return sum(s.submit.n for s in self._streams.values() if s.submit.grant is None)
+
+    def streams_of(self, link: Link) -> int:
+        return sum(1 for owner, _ in self._streams if owner is link)
+
+    def on_message(self, link: Link, message: list[Any]) -> None:
+        match message[0]:
+            case Kind.SUBMIT:
+                self._submit(link, message)
+            case Kind.CANCEL:
+                self._event((link, message[1]), Cancelled("gateway"))
+            case Kind.CREDIT:
+                self._credit((link, message[1]), message[2])
+            case _:
+                pass
+
+    def on_close(self, link: Link, reason: CloseReason) -> None:
+        """The gateway is gone: everything it asked for ends now."""
+        for key in [key for key in self._streams if key[0] is link]:
+            self._event(key, Cancelled(f"link: {reason}"))
+
+    def on_step(self, step: StepOutput) -> None:
+        """Turn one engine step into one frame a gateway."""
+        for reservation in step.reservations:
+            entry = self._choices.get(reservation.request_id)
+            if entry is not None:
+                stream, _ = entry
+                stream.blocks = reservation.blocks
+                self._run(stream, Reserved(reservation.num_cached_tokens))
+        frames: dict[Link, list[list[Any]]] = {}
+        for output in step.outputs:
+            entry = self._choices.get(output.request_id)
+            if entry is not None:
+                stream, choice = entry
+                event = self._output(stream, choice, output)
+                frames.setdefault(stream.link, []).append(event.to_wire())
+        for link, events in frames.items():
+            self.counters.frames += 1
+            link.send([Kind.STEP, events])
+
+    def fail_all(self, error: EngineError) -> None:
+        """The engine is broken: refuse everything now and from now on."""
+        self._broken = error
+        for key in list(self._streams):
+            self._event(key, Failed(str(error)))
+
+    def _submit(self, link: Link, message: list[Any]) -> None:
+        stream_id = int(message[1])
+        try:
+            submit = Submit.from_wire(message)
+            self._admit(link, submit)
+        except EngineError as error:
+            code = getattr(error, "code", "internal_error")
+            self.counters.refused[code] = self.counters.refused.get(code, 0) + 1
+            link.send(refusal_to_wire(stream_id, error))
+            self._changed()
+
+    def _admit(self, link: Link, submit: Submit) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if submit.n < 1 or submit.n > self.slots:
+            raise RequestError(
+                f"n={submit.n}: this model runs at most {self.slots} choices at once", param="n"
+            )
+        if self._num_choices + submit.n > self.slots:
+            raise Overloaded(
+                f"{self._num_choices} of {self.slots} slots are taken, {submit.n} more were asked "
+                "for: try again",
+                code="full",
+                retry_after_s=0.1,
+            )
+        now = time.monotonic()
+        key = (link, submit.stream_id)
+        if key in self._streams:
+            raise RequestError(f"stream {submit.stream_id} is already open", param=None)
+        deadline = None if submit.remaining_ms is None else now + submit.remaining_ms / 1000
+        stream = _Stream(
+            link,
+            submit,
+            Lifecycle(self.config),
+            deadline,
+            f"{link.peer_id}:{submit.stream_id}",
+        )
+        self._streams[key] = stream
+        self._num_choices += submit.n
+        self.counters.submits += 1
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            stream.timer = loop.call_later(deadline - now, self._expired, key)
+        request = submit.request
+        prefill, cached = None, 0
+        if self.remote is not None:
+            prefill = self.remote.choose(request.num_tokens, None)
+            if prefill is not None:
+                cached = self._engine.cached_tokens(request)
+        try:
+            self._run(stream, Submitted(request.num_tokens, cached, submit.n, prefill))
+        except EngineError:
+            self._forget(stream)
+            raise
+        self._changed()
+
+    def _expired(self, key: tuple[Link, int]) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        link, stream_id = key
+        error = Overloaded(
+            f"the deadline of {stream.submit.remaining_ms} ms passed", code="deadline_exceeded"
+        )
+        self._event(key, Cancelled("deadline"))
+        link.send(refusal_to_wire(stream_id, error))
+
+    def _event(self, key: tuple[Link, int], event: Event) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            if isinstance(event, Cancelled):
+                self.counters.cancelled += 1
+            self._run(stream, event)
+
+    def _run(self, stream: _Stream, event: Event) -> None:
+        """Feed the machine, carry out what it says."""
+        stream.log.append({"t": time.monotonic(), **event_to_json(event)})
+        for action in stream.machine.on(event):
+            self._act(stream, action)
+
+    def _act(self, stream: _Stream, action: Action) -> None:
+        match action:
+            case Start(choice, remote):
+                self._start(stream, choice, remote)
+            case Pull(prefill, first_token):
+                stream.first_token = first_token
+                stream.pull = asyncio.get_running_loop().create_task(
+                    self._pull(stream, prefill, first_token)
+                )
+            case ComputeHere():
+                assert self.remote is not None
+                self.remote.failed(stream.engine_ids[0])
+            case StopPull():
+                if stream.pull is not None:
+                    stream.pull.cancel()
+            case Stop(choice):
+                self._stop(stream, choice)
+            case Refuse(message, stage):
+                error = TransferError(message, stage=stage)
+                if stage == "engine":
+                    stream.link.send(refusal_to_wire(stream.submit.stream_id, EngineError(message)))
+                else:
+                    stream.link.send(refusal_to_wire(stream.submit.stream_id, error))
+            case End():
+                self._forget(stream)
+                self._changed()
+
+    def _start(self, stream: _Stream, choice: int, remote: bool) -> None:
+        request = stream.submit.request
+        engine_id = f"{stream.key}/{choice}"
+        choice_request = Request(
+            request_id=engine_id,
+            prompt_ids=request.prompt_ids,
+            params=request.params.for_choice(choice),
+            output_ids=request.output_ids,
+            priority=request.priority,
+            salt=request.salt,
+        )
+        stream.engine_ids[choice] = engine_id
+        self._choices[engine_id] = (stream, choice)
+        try:
+            reservation = self._engine.submit(choice_request, remote=remote)
+        except EngineError as error:
+            del self._choices[engine_id]
+            del stream.engine_ids[choice]
+            if choice == 0:
+                raise
+            # Choice 0 was accepted, so this is a full waiting list, not a request at fault.
+            self._run(stream, Failed(str(error)))
+            return
+        if reservation is not None:
+            stream.blocks = reservation.blocks
+            self._run(stream, Reserved(reservation.num_cached_tokens))
+
+    async def _pull(self, stream: _Stream, prefill: str, first_token: int) -> None:
+        remote = self.remote
+        assert remote is not None
+        request = self._engine_request(stream)
+        started = time.monotonic()
+        try:
+            remaining = None if stream.deadline is None else stream.deadline - started
+            prefilled = await remote.pull(prefill, request, stream.blocks, first_token, remaining)
+        except TransferError as error:
+            failures = self.counters.pull_failures
+            failures[error.stage] = failures.get(error.stage, 0) + 1
+            logger.warning("pull of %s from %s failed: %s", stream.key, prefill, error)
+            other = remote.choose(request.num_tokens, prefill)
+            self._run(stream, PullFailed(error.stage, str(error), other))
+            return
+        except Exception as error:
+            # A fault of ours must not leave the stream waiting for ever: compute here instead.
+            logger.exception("pull of %s from %s broke", stream.key, prefill)
+            self._run(stream, PullFailed("internal", repr(error), None))
+            return
+        self._observe_pull(prefilled, time.monotonic() - started)
+        output = remote.arrived(request, prefilled)
+        if output is None:
+            return
+        entry = self._choices.get(output.request_id)
+        if entry is None:
+            return
+        event = self._output(stream, 0, output, prefilled)
+        self.counters.frames += 1
+        stream.link.send([Kind.STEP, [event.to_wire()]])
+
+    def _engine_request(self, stream: _Stream) -> Request:
+        request = stream.submit.request
+        return Request(
+            request_id=stream.engine_ids[0],
+            prompt_ids=request.prompt_ids,
+            params=request.params.for_choice(0),
+            output_ids=request.output_ids,
+            priority=request.priority,
+            salt=request.salt,
+        )
+
+    def _output(
+        self, stream: _Stream, choice: int, output: Output, prefilled: Prefilled | None = None
+    ) -> StreamEvent:
+        self.counters.tokens_out += 1
+        stream.ahead += 1
+        finish = output.finish
+        unlogged = stream.unlogged.get(choice)
+        if prefilled is not None:
+            stream.unlogged[choice] = 0
+            usage = self._finish(
+                stream, choice, finish, KVArrived(prefilled.num_cached_tokens, finish)
+            )
+        elif unlogged is None or finish is not None:
+            # The machine hears of the first token and of the end; what lies between is a count.
+            stream.unlogged[choice] = 0
+            event = Stepped(choice, (unlogged or 0) + 1, finish, output.num_cached_tokens)
+            usage = self._finish(stream, choice, finish, event)
+        else:
+            stream.unlogged[choice] = unlogged + 1
+            usage = None
+        if not stream.paused and stream.ahead >= stream.submit.window_tokens:
+            stream.paused = True
+            for engine_id in stream.engine_ids.values():
+                self._engine.pause(engine_id)
+        logprobs = None
+        if stream.submit.request.params.logprobs is not None:
+            logprobs = [self._logprob(output.token)]
+        return StreamEvent(
+            stream.submit.stream_id,
+            choice,
+            output.text,
+            (output.token.token_id,),
+            logprobs,
+            finish,
+            usage,
+        )
+
+    def _finish(
+        self, stream: _Stream, choice: int, finish: FinishReason | None, event: Event
+    ) -> Usage | None:
+        if finish is not None:
+            engine_id = stream.engine_ids.pop(choice)
+            del self._choices[engine_id]
+        self._run(stream, event)
+        if finish is None or stream.engine_ids:
+            return None
+        machine, request = stream.machine, stream.submit.request
+        return Usage(
+            prompt_tokens=len(request.prompt_ids),
+            completion_tokens=machine.num_output_tokens + len(request.output_ids),
+            cached_tokens=min(machine.num_cached_tokens, len(request.prompt_ids)),
+        )
+
+    def _logprob(self, token: SampledToken) -> TokenLogprob:
+        tokenizer = self._engine.tokenizer
+        assert token.logprob is not None
+        return TokenLogprob(
+            token.token_id,
+            tokenizer.token_bytes(token.token_id),
+            token.logprob,
+            tuple((t, tokenizer.token_bytes(t), p) for t, p in token.top),
+        )
+
+    def _credit(self, key: tuple[Link, int], tokens: int) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        stream.ahead -= tokens
+        if stream.paused and stream.ahead <= stream.submit.window_tokens // 2:
+            stream.paused = False
+            for engine_id in stream.engine_ids.values():
+                self._engine.resume(engine_id)
+
+    def _stop(self, stream: _Stream, choice: int) -> None:
+        engine_id = stream.engine_ids.pop(choice, None)
+        if engine_id is None:
+            return
+        self._choices.pop(engine_id, None)
+        if choice == 0 and stream.pull is not None and not stream.pull.done():
+            # The pull's own clean-up takes its hands off the blocks; only then may they be freed.
+            stream.pull.add_done_callback(lambda _: self._engine.cancel(engine_id))
+        else:
+            self._engine.cancel(engine_id)
+
+    def _forget(self, stream: _Stream) -> None:
+        key = (stream.link, stream.submit.stream_id)
+        if self._streams.pop(key, None) is None:
+            return
+        self._num_choices -= stream.submit.n
+        if stream.timer is not None:
+            stream.timer.cancel()
+        for engine_id in stream.engine_ids.values():
+            self._choices.pop(engine_id, None)
+        machine = stream.machine
+        decision = (machine.decision, machine.reason)
+        self.counters.decisions[decision] = self.counters.decisions.get(decision, 0) + 1
+        sources, prompt = self.counters.prompt_tokens, stream.submit.request.num_tokens
+        cached = min(machine.num_cached_tokens, prompt)
+        how = "external_kv_transfer" if machine.decision == "disaggregated" else "local_compute"
+        sources[how] = sources.get(how, 0) + prompt - cached
+        sources["local_cache_hit"] = sources.get("local_cache_hit", 0) + cached
+        self.log.append(
+            {
+                "request_id": stream.submit.request.request_id,
+                "decision": machine.decision,
+                "reason": machine.reason,
+                "events": stream.log,
+            }
+        )

@@ -1,0 +1,144 @@
+"""The prefill pool: computes prompts for decode replicas and streams their KV to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from ray import serve
+
+from deployments.engine_host import EngineHost
+from deployments.holds import PairHolds
+from deployments.lifecycle.export import ExportServer
+from deployments.link.link import Link, LinkHandlers
+from deployments.link.server import LinkServer
+from deployments.link.wire import CloseReason
+from deployments.secret import read_link_secret
+from deployments.settings import ModelArgs, PoolSettings
+from engine.cache.hashing import hash_chain, root_hash
+from engine.errors import ConfigError, EngineError
+from engine.outputs import StepOutput
+from engine.request import Request
+
+
+class PrefillService:
+    """Everything a prefill replica does, without Serve."""
+
+    def __init__(
+        self, replica_id: str, host: EngineHost, settings: PoolSettings, secret: bytes
+    ) -> None:
+        built = host.built
+        if built is None:
+            raise ConfigError(
+                "the synthetic engine has no KV to hand over: set prefill: false in args"
+            )
+        self.replica_id = replica_id
+        self.host = host
+        self._layout = built.model.layout
+        self.exports = ExportServer(
+            built.engine,
+            built.pool,
+            chain=self._chain,
+            max_unacked_bytes=settings.max_unacked_bytes,
+        )
+        self.holds = PairHolds(self._busy)
+        self._secret = secret
+        self._server: LinkServer | None = None
+        self._leases: asyncio.Task[None] | None = None
+
+    async def start(self, args: ModelArgs, advertise_host: str) -> str:
+        """Listen and begin stepping. Returns the link's address."""
+        self.host.start(self._on_step, self._on_failure)
+        self._leases = asyncio.create_task(self.host.expire_leases(self.exports.expired))
+        self._server = LinkServer(
+            self._secret,
+            "prefill",
+            self.replica_id,
+            handlers=LinkHandlers(on_message=self.exports.on_message, on_close=self._on_close),
+            host=args.link.host,
+            advertise_host=advertise_host,
+            ports=args.link.ports,
+        )
+        await self._server.start()
+        return self._server.address
+
+    def apply(self, settings: PoolSettings) -> None:
+        self.host.reconfigure(settings)
+        self.exports.max_unacked_bytes = settings.max_unacked_bytes
+
+    async def close(self) -> None:
+        if self._leases is not None:
+            self._leases.cancel()
+        if self._server is not None:
+            await self._server.close("replica stops")
+        self.host.close()
+
+    def _busy(self, peer_id: str) -> bool:
+        return self.exports.sessions_of(peer_id) > 0
+
+    def _chain(self, request: Request, chain_tokens: int) -> tuple[bytes, ...]:
+        root = root_hash(self._layout.fingerprint, request.salt)
+        return tuple(hash_chain(root, request.token_ids, chain_tokens))
+
+    def _on_step(self, step: StepOutput) -> None:
+        self.exports.on_step(step)
+
+    def _on_failure(self, error: EngineError) -> None:
+        self.exports.fail_all(str(error))
+
+    def _on_close(self, link: Link, reason: CloseReason) -> None:
+        self.exports.on_close(link, reason)
+        self.holds.lost(link.peer_id)
+
+
+@serve.deployment(
+    name="Prefill",
+    max_ongoing_requests=10_000,
+    ray_actor_options={"num_cpus": 0.5},
+    graceful_shutdown_timeout_s=60,
+    graceful_shutdown_wait_loop_s=0.5,
+    health_check_period_s=2,
+    health_check_timeout_s=30,
+)
+class Prefill:
+    """Serve's view of a prefill replica: placement, health, configuration, first contact."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:
+        parsed = ModelArgs.model_validate(args)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        settings = PoolSettings()
+        host = await EngineHost.build(parsed, settings)
+        self._service = PrefillService(replica_id, host, settings, read_link_secret())
+        self._address = await self._service.start(parsed, advertised(parsed))
+        self._args = parsed
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self._service.apply(PoolSettings.parse(user_config))
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        return {"link": self._address, "model": self._args.name, "pid": os.getpid()}
+
+    async def hold(self, call: dict[str, Any]) -> str:
+        """Stay open while decode replica `call["peer"]` has work here; Serve's drain waits."""
+        return await self._service.holds.hold(call["peer"])
+
+    def check_health(self) -> None:
+        failure = self._service.host.failure
+        if failure is not None:
+            raise RuntimeError(f"the engine failed: {failure}")
+
+    async def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None:
+            await service.close()
+
+
+def advertised(args: ModelArgs) -> str:
+    """The address of this replica's link that others can dial."""
+    if args.link.advertise_host:
+        return args.link.advertise_host
+    if args.link.host in ("0.0.0.0", "::"):
+        return ray.util.get_node_ip_address()
+    return args.link.host

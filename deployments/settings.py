@@ -1,0 +1,137 @@
+"""The two kinds of configuration of a deployment, as values.
+
+`args` needs new processes when it changes; `PoolSettings` is `user_config`, applied in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.errors import ConfigError
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LinkArgs(_Strict):
+    """Where a replica's link listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. On a cluster of several hosts: 0.0.0.0."""
+
+    advertise_host: str | None = None
+    """Address that others dial. None: the node's own, or 127.0.0.1 when bound there."""
+
+    first_port: int | None = Field(default=None, ge=1, le=65_535)
+    """None: any free port. Otherwise the first free one from here to `last_port`."""
+
+    last_port: int | None = Field(default=None, ge=1, le=65_535)
+
+    @model_validator(mode="after")
+    def _ports_make_a_range(self) -> LinkArgs:
+        if (self.first_port is None) != (self.last_port is None):
+            raise ValueError("first_port and last_port go together")
+        if self.first_port and self.last_port and self.first_port > self.last_port:
+            raise ValueError(f"first_port={self.first_port} is above last_port={self.last_port}")
+        return self
+
+    @property
+    def ports(self) -> range | None:
+        if self.first_port is None or self.last_port is None:
+            return None
+        return range(self.first_port, self.last_port + 1)
+
+
+class ModelArgs(_Strict):
+    """`args` of a model application."""
+
+    name: str = Field(min_length=1, max_length=256)
+    source: str = Field(min_length=1)
+    """`package:NAME`, a `.gguf` file, a directory with safetensors, or a built-in model."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    accelerator: Literal["cpu"] = "cpu"
+    max_context_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    kv_memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
+    block_tokens: int = Field(default=16, ge=1)
+    num_blocks: int | None = Field(default=None, ge=2)
+    prefix_caching: bool = True
+    num_threads: int | None = Field(default=None, ge=1)
+    prefill: bool = True
+    """False: no prefill pool, decode replicas compute prompts themselves."""
+
+    link: LinkArgs = LinkArgs()
+
+    def engine_config(self, scheduler: SchedulerConfig) -> EngineConfig:
+        """The engine's own value. Raises ConfigError for what only it can judge."""
+        return EngineConfig(
+            model=ModelConfig(name=self.name, source=self.source, dtype=self.dtype),
+            max_context_tokens=self.max_context_tokens,
+            max_output_tokens=self.max_output_tokens,
+            kv_memory_bytes=self.kv_memory_bytes,
+            block_tokens=self.block_tokens,
+            num_blocks=self.num_blocks,
+            prefix_caching=self.prefix_caching,
+            scheduler=scheduler,
+            num_threads=self.num_threads,
+        )
+
+
+class GatewayArgs(_Strict):
+    """`args` of the gateway application."""
+
+    link: LinkArgs = LinkArgs()
+
+
+class PoolSettings(_Strict):
+    """`user_config` of `Prefill` and `Decode`."""
+
+    revision: int = Field(default=0, ge=0)
+    max_running_requests: int = Field(default=64, ge=1)
+    """Choices that run at once; on decode replicas also the slots that admission hands out."""
+
+    max_waiting_requests: int = Field(default=1024, ge=0)
+    max_step_tokens: int = Field(default=512, ge=1)
+    max_chunk_tokens: int = Field(default=256, ge=1)
+    ageing_s: float = Field(default=10.0, gt=0)
+    local_prefill_tokens: int = Field(default=64, ge=0)
+    """Decode: a missing part of a prompt up to this long is not worth sending away."""
+
+    max_pull_attempts: int = Field(default=2, ge=1)
+    max_fallback_tokens: int = Field(default=1_000_000, ge=0)
+    """Decode: the longest missing part it computes itself when every pull failed."""
+
+    pull_stall_s: float = Field(default=10.0, gt=0)
+    """Decode: a transfer without a byte for this long has failed."""
+
+    transfer_window_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    """Decode: bytes of one transfer that may be unacknowledged."""
+
+    max_unacked_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
+    """Prefill: the same over all transfers of a replica."""
+
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_running_requests=self.max_running_requests,
+            max_waiting_requests=self.max_waiting_requests,
+            max_step_tokens=self.max_step_tokens,
+            max_chunk_tokens=self.max_chunk_tokens,
+            ageing_s=self.ageing_s,
+        )
+
+    @classmethod
+    def parse(cls, user_config: Mapping[str, Any] | None) -> PoolSettings:
+        """Raises ConfigError naming each field at fault and its value."""
+        try:
+            return cls.model_validate(user_config or {})
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+            )
+            raise ConfigError(f"user_config of the pool: {faults}") from error

@@ -1,0 +1,274 @@
+"""One model's engine: requests in, text out, a step at a time.
+
+```
+              submit / cancel / kv_arrived ...              (any thread, under the lock)
+                         │
+   step():   plan ──► execute ──► commit ──► text           (the engine's own thread)
+            (lock)   (no lock)    (lock)
+```
+
+Decisions live in the scheduler; this class joins it to an executor and turns tokens into text. The
+lock is free while the forward pass runs, so that a request can be added, reserved or cancelled in
+microseconds on a busy replica.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from engine.cache.blocks import BlockManager
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import RequestError
+from engine.execution.executor import Executor
+from engine.models.model import KVLayout
+from engine.outputs import Computed, EngineStats, Output, StepOutput
+from engine.request import FinishReason, Request, RequestId, SampledToken
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.scheduler import Committed, Reservation, Scheduler
+from engine.text.output import TextStream
+from engine.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """See the module. Construct with `engine.build.build_engine`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        layout: KVLayout,
+        vocab_size: int,
+        max_context_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.blocks = blocks
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._texts: dict[RequestId, TextStream] = {}
+        self._held: set[RequestId] = set()
+        self._reservations: list[Reservation] = []
+        self._leases_expired = 0
+
+    def submit(
+        self, request: Request, *, remote: bool = False, hold_s: float | None = None
+    ) -> Reservation | None:
+        """Accept a request. Its outputs come from later steps under its id.
+
+        `remote`: its prompt's KV will be imported. Returns the reserved blocks if there was room at
+        once; else the reservation comes with a later step. Then call `kv_arrived` or `kv_failed`.
+        `hold_s`: prefill role. It ends after its first token, its prompt's blocks stay leased under
+        its id for `hold_s` seconds (see `renew`, `release`).
+
+        Raises `RequestError` if it can never run, `Overloaded` if there is no room to wait.
+        """
+        self.validate(request)
+        now = self._clock()
+        with self._lock:
+            self._scheduler.add(
+                request,
+                now,
+                remote=remote,
+                hold_until=None if hold_s is None else now + hold_s,
+            )
+            if hold_s is None:
+                text = TextStream(self.tokenizer, request.params)
+                for token_id in request.output_ids:
+                    # Said elsewhere already: only its effect on what is held back counts here.
+                    text.push((token_id,), finished=False)
+                self._texts[request.request_id] = text
+            else:
+                self._held.add(request.request_id)
+            reservation = self._reserved(request.request_id) if remote else None
+        self._work.set()
+        return reservation
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Apply new limits from the next plan on; what runs already keeps its place."""
+        with self._lock:
+            self._scheduler.config = config
+        self._work.set()
+
+    def validate(self, request: Request) -> None:
+        """Raise `RequestError` for token ids that the model does not have."""
+        vocab = self.vocab_size
+        worst = max(request.token_ids)
+        if worst >= vocab or min(request.token_ids) < 0:
+            raise RequestError(
+                f"token id {worst if worst >= vocab else min(request.token_ids)} is not in the "
+                f"vocabulary of {vocab}",
+                param="prompt",
+            )
+        for token_id, _ in request.params.logit_bias:
+            if token_id >= vocab:
+                raise RequestError(
+                    f"logit_bias: token id {token_id} is not in the vocabulary of {vocab}",
+                    param="logit_bias",
+                )
+
+    def cached_tokens(self, request: Request) -> int:
+        """Leading tokens of the request whose KV is in the prefix cache now."""
+        with self._lock:
+            return self.blocks.match(request.token_ids, request.salt)
+
+    def kv_arrived(self, request_id: RequestId, first: SampledToken) -> Output | None:
+        """Every known token's KV is in the reserved blocks; `first` was sampled from them.
+
+        Returns what to emit, or None if the request ended meanwhile.
+        """
+        with self._lock:
+            committed = self._scheduler.kv_arrived(request_id, first, self._clock())
+            output = None if committed is None else self._say(committed)
+        self._work.set()
+        return output
+
+    def kv_failed(self, request_id: RequestId) -> None:
+        """Nothing usable arrived: compute the prompt here, from the local cached prefix on."""
+        with self._lock:
+            self._scheduler.kv_failed(request_id)
+        self._work.set()
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request wherever it is. Its blocks are free once the running step has ended."""
+        with self._lock:
+            self._texts.pop(request_id, None)
+            self._held.discard(request_id)
+            known = self._scheduler.cancel(request_id)
+        self._work.set()
+        return known
+
+    def pause(self, request_id: RequestId) -> None:
+        """Stop computing a request whose reader is slow; it keeps its place and its blocks."""
+        with self._lock:
+            self._scheduler.pause(request_id)
+
+    def resume(self, request_id: RequestId) -> None:
+        with self._lock:
+            self._scheduler.resume(request_id)
+        self._work.set()
+
+    def renew(self, request_id: RequestId, hold_s: float) -> None:
+        """Extend the lease on a held request's blocks."""
+        with self._lock:
+            self.blocks.renew(request_id, self._clock() + hold_s)
+
+    def release(self, request_id: RequestId) -> None:
+        """Give back the lease of a held request. Unknown ids are ignored: leases expire."""
+        with self._lock:
+            self.blocks.release(request_id)
+
+    def expire_leases(self) -> list[RequestId]:
+        """Free what was leased past its deadline. The ids are those whose holder went silent."""
+        with self._lock:
+            expired = self.blocks.expire(self._clock())
+            self._leases_expired += len(expired)
+        return expired
+
+    def step(self) -> StepOutput | None:
+        """Plan, execute and commit one forward pass. None when there is nothing to compute."""
+        started = self._clock()
+        with self._lock:
+            plan = self._scheduler.plan(started)
+            self._collect_reservations()
+            if plan is None:
+                self._work.clear()
+                if not self._reservations:
+                    return None
+                out = StepOutput(reservations=self._reservations)
+                self._reservations = []
+                return out
+        result = self._executor.execute(plan)
+        with self._lock:
+            out = self._commit(plan, self._scheduler.commit(plan, result, self._clock()))
+        out.num_tokens = plan.num_tokens
+        out.duration_s = self._clock() - started
+        return out
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until there may be work. False on timeout."""
+        return self._work.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            scheduler, blocks = self._scheduler, self.blocks
+            return EngineStats(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_waiting_remote=scheduler.num_waiting_remote,
+                num_free_blocks=blocks.num_free_blocks,
+                num_held_blocks=blocks.num_held_blocks,
+                num_blocks=blocks.config.num_blocks - 1,
+                num_leases=blocks.num_leases,
+                prefix_query_tokens=blocks.num_query_tokens,
+                prefix_hit_tokens=blocks.num_hit_tokens,
+                num_preemptions=scheduler.num_preemptions,
+                num_leases_expired=self._leases_expired,
+            )
+
+    def check(self) -> None:
+        """Assert the invariants of scheduler and cache."""
+        with self._lock:
+            self._scheduler.check()
+            self.blocks.check()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _commit(self, plan: StepPlan, committed: list[Committed]) -> StepOutput:
+        out = StepOutput(reservations=self._reservations)
+        self._reservations = []
+        if self._held:
+            out.computed = [
+                Computed(chunk.request_id, chunk.first_token, chunk.end, chunk.blocks)
+                for chunk in plan.chunks
+                if chunk.request_id in self._held
+            ]
+        for entry in committed:
+            output = self._say(entry)
+            if output is not None:
+                out.outputs.append(output)
+        return out
+
+    def _say(self, entry: Committed) -> Output | None:
+        request_id, finish = entry.request_id, entry.finish
+        if request_id in self._held:
+            if finish is not None:
+                self._held.discard(request_id)
+            return Output(request_id, entry.token, "", finish, entry.num_cached_tokens)
+        stream = self._texts.get(request_id)
+        if stream is None:
+            return None
+        text, stopped = stream.push((entry.token.token_id,), finished=finish is not None)
+        if stopped and finish is None:
+            self._scheduler.finish(request_id, FinishReason.STOP)
+        if stopped:
+            finish = FinishReason.STOP
+        if finish is not None:
+            del self._texts[request_id]
+        return Output(request_id, entry.token, text, finish, entry.num_cached_tokens)
+
+    def _reserved(self, request_id: RequestId) -> Reservation | None:
+        self._collect_reservations()
+        for i, reservation in enumerate(self._reservations):
+            if reservation.request_id == request_id:
+                return self._reservations.pop(i)
+        return None
+
+    def _collect_reservations(self) -> None:
+        self._reservations.extend(self._scheduler.take_reservations())

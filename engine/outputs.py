@@ -1,0 +1,66 @@
+"""What an engine gives back, as values. Importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import FinishReason, RequestId, SampledToken
+from engine.scheduling.scheduler import Reservation
+
+
+@dataclass(slots=True)
+class Output:
+    """What one step gave one request."""
+
+    request_id: RequestId
+    token: SampledToken
+    text: str
+    """New text; empty while half a character or a possible stop string is held back."""
+
+    finish: FinishReason | None
+    num_cached_tokens: int
+    """Prompt tokens whose KV this engine already had when the request was admitted."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """How much of a held request's prompt is in its blocks now (prefill role)."""
+
+    request_id: RequestId
+    first_token: int
+    """Where this step's chunk began; in the first step of a request, what was cached."""
+
+    num_tokens: int
+    """Positions below this are computed."""
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything one step produced, handed to the event loop in one call."""
+
+    outputs: list[Output] = field(default_factory=list["Output"])
+    computed: list[Computed] = field(default_factory=list["Computed"])
+    reservations: list[Reservation] = field(default_factory=list[Reservation])
+    num_tokens: int = 0
+    """Tokens computed by the forward pass."""
+
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges and running totals, read between steps."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_remote: int
+    num_free_blocks: int
+    num_held_blocks: int
+    num_blocks: int
+    num_leases: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_leases_expired: int

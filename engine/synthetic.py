@@ -1,0 +1,129 @@
+"""An engine without a model: every running request gets one token a tick.
+
+It prices everything around the engine (`tailrace bench overhead`): gateway, admission, link,
+frames, text. It has no KV and cannot prefill for others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.errors import Overloaded
+from engine.outputs import EngineStats, Output, StepOutput
+from engine.request import FinishReason, Request, RequestId, SampledToken
+from engine.scheduling.scheduler import Reservation
+from engine.text.output import TextStream
+from engine.text.tokenizer import Tokenizer
+
+_LETTERS = b"the quick brown fox jumps over the lazy dog "
+
+
+@dataclass(slots=True)
+class _Running:
+    text: TextStream
+    max_tokens: int
+    done: int = 0
+    paused: bool = False
+
+
+@dataclass(slots=True)
+class SyntheticEngine:
+    """`EngineLike` with a free-running tick of `tick_s` seconds."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    max_context_tokens: int = 8192
+    tick_s: float = 0.010
+    _running: dict[RequestId, _Running] = field(default_factory=dict[RequestId, _Running])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _work: threading.Event = field(default_factory=threading.Event)
+    _next_tick: float = 0.0
+
+    def submit(
+        self, request: Request, *, remote: bool = False, hold_s: float | None = None
+    ) -> Reservation | None:
+        """Raises Overloaded at `max_running_requests`."""
+        limit = self.config.scheduler.max_running_requests
+        with self._lock:
+            if len(self._running) >= limit:
+                raise Overloaded(f"{limit} requests are running: try again", code="full")
+            text = TextStream(self.tokenizer, request.params)
+            left = request.params.max_tokens - len(request.output_ids)
+            self._running[request.request_id] = _Running(text, left)
+        self._work.set()
+        return None
+
+    def cached_tokens(self, request: Request) -> int:
+        return 0
+
+    def cancel(self, request_id: RequestId) -> bool:
+        with self._lock:
+            return self._running.pop(request_id, None) is not None
+
+    def pause(self, request_id: RequestId) -> None:
+        self._set_paused(request_id, True)
+
+    def resume(self, request_id: RequestId) -> None:
+        self._set_paused(request_id, False)
+        self._work.set()
+
+    def _set_paused(self, request_id: RequestId, paused: bool) -> None:
+        with self._lock:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.paused = paused
+
+    def step(self) -> StepOutput | None:
+        """Sleep until the tick, then give everyone a token. None when nobody runs."""
+        with self._lock:
+            if not any(not r.paused for r in self._running.values()):
+                self._work.clear()
+                return None
+        now = time.monotonic()
+        if self._next_tick <= now - self.tick_s:
+            self._next_tick = now  # idle before: ticks missed then are not caught up
+        self._next_tick += self.tick_s
+        time.sleep(max(0.0, self._next_tick - now))
+        out = StepOutput()
+        with self._lock:
+            for request_id, running in list(self._running.items()):
+                if running.paused:
+                    continue
+                token_id = _LETTERS[running.done % len(_LETTERS)]
+                running.done += 1
+                finish = FinishReason.LENGTH if running.done >= running.max_tokens else None
+                text, stopped = running.text.push((token_id,), finish is not None)
+                finish = FinishReason.STOP if stopped else finish
+                if finish is not None:
+                    del self._running[request_id]
+                out.outputs.append(Output(request_id, SampledToken(token_id), text, finish, 0))
+        out.num_tokens = len(out.outputs)
+        out.duration_s = self.tick_s
+        return out
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._work.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=0,
+            num_waiting_remote=0,
+            num_free_blocks=0,
+            num_held_blocks=0,
+            num_blocks=0,
+            num_leases=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+            num_preemptions=0,
+            num_leases_expired=0,
+        )
+
+    def close(self) -> None:
+        pass
