@@ -13,13 +13,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from cluster.session import Up
+    from cluster.state import StateDir
 
 _LAZY = {
     "chat": "cluster.chat:chat",
@@ -83,7 +86,7 @@ def up(
     from cluster.state import StateDir
 
     # Before anything starts, so that a signal during the start takes it down again.
-    stop = _stop_on_signal()
+    _interrupt_on_signals()
     checked = configuration.load(config)
     for warning in checked.warnings:
         say(f"warning: {warning}")
@@ -98,14 +101,14 @@ def up(
     try:
         _announce(ready, foreground=foreground, as_json=as_json)
         if foreground and ready.record is not None:
-            _stay(state, ready, stop)
+            _stay(state, ready)
     except BaseException:
         if foreground:
             session.take_down(state)
         raise
 
 
-def _announce(ready: Any, *, foreground: bool, as_json: bool) -> None:
+def _announce(ready: Up, *, foreground: bool, as_json: bool) -> None:
     record = ready.record
     if as_json:
         emit(
@@ -145,42 +148,44 @@ def _announce(ready: Any, *, foreground: bool, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _stop_on_signal() -> Callable[[], bool]:
-    """Turn SIGTERM and SIGHUP into the KeyboardInterrupt that Ctrl-C is."""
+def _interrupt_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP into the KeyboardInterrupt that Ctrl-C is, once."""
     asked = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
-        if asked.is_set():
-            return  # The second one does not interrupt taking things down.
-        asked.set()
-        raise KeyboardInterrupt
+        if not asked.is_set():  # A second one does not interrupt taking things down.
+            asked.set()
+            raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
-    return asked.is_set
 
 
-def _stay(state: Any, ready: Any, stop: Callable[[], bool]) -> None:
+def _stay(state: StateDir, ready: Up) -> None:
     """Until a signal, `tailrace down` from elsewhere, or the session's death."""
     from cluster import head, session
     from cluster.errors import ClusterError
 
+    record, child = ready.record, ready.child
+    assert record is not None, "a session of somebody else's is not stayed with"
+    assert child is not None, "nor is one that an earlier command started"
     try:
-        while ready.child.poll() is None:
+        while child.poll() is None:
             time.sleep(0.5)
     except KeyboardInterrupt:
         say("stopping")
         began = time.monotonic()
         session.take_down(state)
-        ready.child.wait()
+        child.wait()
         say(f"stopped in {time.monotonic() - began:.1f} s")
         return
-    if state.load() is None or state.load().session != ready.record.session:
+    now = state.load()
+    if now is None or now.session != record.session:
         say("the session was taken down")
         return
-    tail = head.head_log_tail(ready.record)
-    head.stop(state, ready.record, keep_logs=True)
-    raise ClusterError(f"Ray died:\n{tail}\nlogs: {state.logs(ready.record.session)}")
+    tail = head.head_log_tail(record)
+    head.stop(state, record, keep_logs=True)
+    raise ClusterError(f"Ray died:\n{tail}\nlogs: {state.logs(record.session)}")
 
 
 @commands.command()

@@ -232,6 +232,7 @@ def start(
         metrics_port=metrics,
         temp_dir=temp_dir,
         config=config,
+        code_dir=str(code_dir) if code_dir else None,
         started_at=time.time(),
     )
     state.save(record)

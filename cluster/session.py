@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
@@ -51,7 +51,7 @@ class Up:
     updated: bool
     """Whether a running session took a new configuration, rather than a new one starting."""
 
-    child: Any = None
+    child: subprocess.Popen[bytes] | None = None
     """The head's process, where we started it."""
 
 
@@ -96,9 +96,14 @@ def bring_up(state: StateDir, config: ServeConfig, *, port: int | None, say: Say
         )
         record = started.record
         try:
-            _await_head(state, started, say, began)
             api = _api(state, record)
-            _deploy(api, config, lambda: started.child.poll() is None, say, began)
+
+            def alive() -> bool:
+                return started.child.poll() is None
+
+            _await_head(api, record, alive)
+            say(f"Ray is up, starting Serve ({time.monotonic() - began:.1f} s)")
+            _deploy(api, config, alive, say, began)
             routed = [a.name for a in api.applications() or [] if a.route_prefix is not None]
             if record.stats_port:
                 wait_until(lambda: direct_replicas_are_up(record.stats_port, routed), within_s=10.0)
@@ -208,18 +213,22 @@ def _update(
             f"http_options.host={config.host!r}: the running session listens on {record.host} and "
             "Serve cannot move; run `tailrace down` first"
         )
+    if config.code_dir and str(config.code_dir) != record.code_dir:
+        raise ConfigError(
+            f"{config.source}: its applications lie in {config.code_dir}, which the running "
+            "session does not import from; install them, or run `tailrace down` first"
+        )
     if config.port != record.port:
         say(f"keeping port {record.port} of the running session")
     say(f"updating the running session ({config.source})")
     api = _api(state, record)
     config = config.listening_on(record.host, record.port)
-    _deploy(
-        api,
-        config,
-        lambda: processes.is_alive(record.head_pid, record.head_started),
-        say,
-        began,
-    )
+
+    def alive() -> bool:
+        return processes.is_alive(record.head_pid, record.head_started)
+
+    _await_head(api, record, alive)
+    _deploy(api, config, alive, say, began)
     api.close()
     return Up(
         record=record,
@@ -231,25 +240,16 @@ def _update(
     )
 
 
-def _await_head(state: StateDir, started: head.Head, say: Say, began: float) -> None:
-    api = _api(state, started.record)
+def _await_head(api: ServeApi, record: Record, alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HEAD_TIMEOUT_S
-    try:
-        while not api.is_up():
-            if (code := started.child.poll()) is not None:
-                raise ClusterError(
-                    f"Ray ended with status {code} while it started:\n"
-                    f"{head.head_log_tail(started.record)}"
-                )
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"Ray is not up after {HEAD_TIMEOUT_S:g} s:\n"
-                    f"{head.head_log_tail(started.record)}"
-                )
-            time.sleep(0.1)
-    finally:
-        api.close()
-    say(f"Ray is up, starting Serve ({time.monotonic() - began:.1f} s)")
+    while not api.is_up():
+        if not alive():
+            raise ClusterError(f"Ray ended while it started:\n{head.head_log_tail(record)}")
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"Ray is not up after {HEAD_TIMEOUT_S:g} s:\n{head.head_log_tail(record)}"
+            )
+        time.sleep(0.1)
 
 
 def _deploy(

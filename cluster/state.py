@@ -59,7 +59,10 @@ class Record:
     """Ray's and HAProxy's files. Removed when the session ends."""
 
     config: str
-    """The file that was served, or a description of the packaged one."""
+    """The file that was served first."""
+
+    code_dir: str | None
+    """Directory beside that file from which its applications are imported."""
 
     started_at: float
     """Unix seconds."""

