@@ -5,13 +5,16 @@ p[i]. Because E depends on nothing but (seed, position, token id), a seed gives 
 batch, on any rank, after preemption, after hand-over to another replica and with any drafter. There
 is no generator state to carry.
 
-    key  = mix(mix(seed ^ DOMAIN) + (position + 1) * STRIDE)   python integers, once a row
-    bits = mix(key + (token_id + 1) * GOLDEN)                  output `token_id` of splitmix64
-    E    = -log(((bits >> 12) + 0.5) / 2**52)                  float64, always in (0, 37)
+    key  = mix(mix(seed ^ DOMAIN) + (position + 1) * STRIDE)     python integers, once a row
+    pair = mix(key + (token_id // 2 + 1) * GOLDEN)               splitmix64 of `key`
+    k    = the lower half of `pair` for an even token_id, the upper half for an odd one
+    E    = -log((k + 0.5) / 2**32)                               float64, always in (0, 23)
 
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, OOPSLA 2014). The integer part has the same bits on every device and in both
-implementations below; only the last bit of the logarithm may differ between devices.
+implementations below; only the last bit of the logarithm may differ between devices. One hash
+serves two tokens because hashing is most of the cost of a row without top_k or top_p; with 32 bits
+the probability of a token is off by about 2**-32.
 """
 
 # Torch and numpy are only partly typed.
@@ -20,7 +23,6 @@ implementations below; only the last bit of the logarithm may differ between dev
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,9 +41,7 @@ _MUL2 = 0x94D049BB133111EB
 _DOMAIN = 0x243F6A8885A308D3
 _STRIDE = 0xD1B54A32D192ED03
 
-_HALF_ULP = 0.5
-_SCALE = 2.0**-52
-_UPPER = 1 if sys.byteorder == "little" else 0
+_MASK32 = (1 << 32) - 1
 
 
 def _mix(z: int) -> int:
@@ -63,8 +63,7 @@ def exponential(seed: int, position: int, token_ids: Tensor) -> Tensor:
     key = noise_key(seed, position)
     if token_ids.device.type == "cpu":
         return torch.from_numpy(exponential_numpy(key, token_ids.numpy()))
-    bits = noise_bits(key, token_ids)
-    return -torch.log((_shift_right(bits, 12).to(torch.float64) + _HALF_ULP) * _SCALE)
+    return -torch.log((noise_bits(key, token_ids).to(torch.float64) + 0.5) * 2.0**-32)
 
 
 def _signed(z: int) -> int:
@@ -77,11 +76,12 @@ def _shift_right(z: Tensor, n: int) -> Tensor:
 
 
 def noise_bits(key: int, token_ids: Tensor) -> Tensor:
-    """The 64 random bits of each token as int64, on the tensor's own device."""
-    z = (token_ids + 1) * _signed(_GOLDEN) + _signed(key)
+    """The 32 random bits of each token as int64, computed on the tensor's own device."""
+    z = ((token_ids >> 1) + 1) * _signed(_GOLDEN) + _signed(key)
     z = (z ^ _shift_right(z, 30)) * _signed(_MUL1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MUL2)
-    return z ^ _shift_right(z, 31)
+    z = z ^ _shift_right(z, 31)
+    return (z >> ((token_ids & 1) * 32)) & _MASK32
 
 
 # On a CPU numpy's unsigned 64-bit and comparison loops cost a half to a tenth of torch's, so that
@@ -90,74 +90,75 @@ def noise_bits(key: int, token_ids: Tensor) -> Tensor:
 
 def noise_bits_numpy(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """`noise_bits` for a numpy array."""
-    z = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+    ids = token_ids.astype(np.uint64)
+    z = ((ids >> np.uint64(1)) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MUL1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MUL2)
-    return z ^ (z >> np.uint64(31))
+    z ^= z >> np.uint64(31)
+    return (z >> ((ids & np.uint64(1)) * np.uint64(32))) & np.uint64(_MASK32)
 
 
 def exponential_numpy(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """`exponential` for a numpy array and a key from `noise_key`."""
-    high = (noise_bits_numpy(key, token_ids) >> np.uint64(12)).astype(np.float64)
-    return -np.log((high + _HALF_ULP) * _SCALE)
+    return -np.log((noise_bits_numpy(key, token_ids).astype(np.float64) + 0.5) * 2.0**-32)
 
 
 class VocabularyRace:
-    """The race over a whole vocabulary on a CPU, without a logarithm or a division for every token.
+    """The race over a whole vocabulary on a CPU: a hash for every token, arithmetic for a few.
 
     With u = 1 - v, E = -log(1 - v) >= v, and the likeliest token already has the ratio r = E / p.
-    So a token can win only if v < r * p, which the upper half of its bits nearly always denies.
-    Exact noise is computed for the few that pass; the winner is that of the full race.
+    So a token can win only if v < r * p, and with it v < r * (largest p of its group). That is one
+    comparison of integers a token; weights and exact noise are computed for the few that pass. The
+    winner is that of the full race.
 
-    Holds scratch memory: one instance serves one thread.
+    Holds scratch memory (17 bytes a token): one instance serves one thread.
     """
 
-    # Fresh arrays of this size would be mapped and faulted in anew for every row.
-    _CHUNK = 16384
+    _GROUPED = 64
 
     def __init__(self, vocab_size: int) -> None:
-        self._steps = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._bits = np.empty(self._CHUNK, dtype=np.uint64)
-        self._shifted = np.empty(self._CHUNK, dtype=np.uint64)
-        # Eight flags are looked at as one word; the last word may be padded with zeros.
-        self._passed = np.zeros(-(-vocab_size // 8) * 8, dtype=np.bool_)
+        # Scratch is kept because fresh arrays of this size are mapped and faulted in every time.
+        num_pairs = -(-vocab_size // 2)
+        self._steps = np.arange(1, num_pairs + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._pairs = np.empty_like(self._steps)
+        self._shifted = np.empty_like(self._steps)
+        # Token i is in group i % num_groups, so that comparing runs along contiguous memory. Tokens
+        # from `_grouped` on are in none and always pass.
+        self._num_groups = vocab_size // self._GROUPED
+        self._grouped = self._num_groups * self._GROUPED
+        self._rest = np.arange(self._grouped, vocab_size)
+        self._passed = np.zeros(self._grouped, dtype=np.bool_)
 
-    def winner(self, key: int, weights: NDArray[Any], likeliest: int) -> int:
-        """Token id with the largest weight / E; the lower id if two are equal.
+    def winner(self, key: int, logits: NDArray[Any], temperature: float, likeliest: int) -> int:
+        """Token id with the largest p / E; the lower id if two are equal.
 
-        weights: `[vocab]`, float32 or float64, not negative, its largest entry at `likeliest`.
+        logits: `[vocab]`, float32 or float64, the largest one finite and at `likeliest`.
         """
-        vocab_size = len(self._steps)
-        top = np.array([likeliest], dtype=np.int64)
-        ratio = float(exponential_numpy(key, top)[0]) / float(weights[likeliest])
-        # v < r * p in units of 2**-32 of u. The bits lack the last line of `mix` (which moves them
-        # by two units at most) and float32 rounds to 256 units: with 1024 units of slack nobody is
-        # left out.
-        need = weights * weights.dtype.type(-ratio * (1 + 1e-5) * 2.0**32)
-        need += weights.dtype.type(2.0**32 - 1024)
-        np.maximum(need, weights.dtype.type(0), out=need)
-        for start in range(0, vocab_size, self._CHUNK):
-            end = min(start + self._CHUNK, vocab_size)
-            high = self._upper_bits(key, start, end)
-            np.greater_equal(high, need[start:end].astype(np.uint32), out=self._passed[start:end])
+        largest = float(logits[likeliest])
+        ratio = float(exponential_numpy(key, np.array([likeliest]))[0])
+        by_group = (self._GROUPED, self._num_groups)
+        tops = logits[: self._grouped].reshape(by_group).max(axis=0).astype(np.float64)
+        # v < r * p in units of 2**-32. Four units of slack cover the rounding on both sides.
+        bound = np.exp((tops - largest) / temperature) * (ratio * (1 + 1e-9) * 2.0**32) + 4
+        least = np.maximum(2.0**32 - bound, 0).astype(np.uint32)
+        bits = self._bits(key)[: self._grouped].reshape(by_group)
+        np.greater_equal(bits, least, out=self._passed.reshape(by_group))
+        # Eight flags are looked at as one word, most of which are zero.
         words = np.flatnonzero(self._passed.view(np.uint64))
         ids = (words[:, None] * 8 + np.arange(8)).ravel()
-        ids = ids[self._passed[ids]]
-        return int(ids[race_numpy(key, ids, weights[ids])])
+        ids = np.concatenate([ids[self._passed[ids]], self._rest])
+        weights = np.exp((logits[ids].astype(np.float64) - largest) / temperature)
+        return int(ids[(weights / exponential_numpy(key, ids)).argmax()])
 
-    def _upper_bits(self, key: int, start: int, end: int) -> NDArray[np.uint32]:
-        """Upper 32 bits of each token's hash, short of the last line of `mix`."""
-        z, shifted = self._bits[: end - start], self._shifted[: end - start]
-        np.add(self._steps[start:end], np.uint64(key), out=z)
-        np.right_shift(z, np.uint64(30), out=shifted)
+    def _bits(self, key: int) -> NDArray[np.uint32]:
+        """The 32 random bits of every token, in scratch memory."""
+        z, shifted = self._pairs, self._shifted
+        np.add(self._steps, np.uint64(key), out=z)
+        for shift, factor in ((30, _MUL1), (27, _MUL2)):
+            np.right_shift(z, np.uint64(shift), out=shifted)
+            np.bitwise_xor(z, shifted, out=z)
+            np.multiply(z, np.uint64(factor), out=z)
+        np.right_shift(z, np.uint64(31), out=shifted)
         np.bitwise_xor(z, shifted, out=z)
-        np.multiply(z, np.uint64(_MUL1), out=z)
-        np.right_shift(z, np.uint64(27), out=shifted)
-        np.bitwise_xor(z, shifted, out=z)
-        np.multiply(z, np.uint64(_MUL2), out=z)
-        return z.view(np.uint32)[_UPPER::2]
-
-
-def race_numpy(key: int, ids: NDArray[np.int64], weights: NDArray[Any]) -> int:
-    """Index into `ids` of the winner of weights / E. Equal ratios go to the earlier entry."""
-    return int((weights / exponential_numpy(key, ids)).argmax())
+        # Little-endian order puts the lower half, the even token's, first.
+        return z.astype("<u8", copy=False).view("<u4")

@@ -235,7 +235,8 @@ def _nucleus_superset(
 def _weights(logits: Tensor, largest: float, temperature: float) -> Tensor:
     """exp((logits - largest) / temperature), in the precision of `logits`."""
     weights = logits - largest
-    weights /= temperature
+    if temperature != 1.0:
+        weights /= temperature
     if weights.device.type == "cpu":
         values: NDArray[Any] = weights.numpy()
         np.exp(values, out=values)
@@ -252,5 +253,5 @@ def _at_least(row: Tensor, bound: float) -> Tensor:
 
 
 def all_weights(row: Tensor, temperature: float) -> Tensor:
-    """Step 6 alone: weights of the whole vocabulary, the largest 1."""
-    return _weights(row, float(row.amax()), temperature)
+    """Step 6 alone: weights of the whole vocabulary in float64, the largest 1."""
+    return _weights(row.to(torch.float64), float(row.amax()), temperature)

@@ -201,9 +201,10 @@ class Sampler:
             kept = candidates(row, params)
             noise = exponential(params.seed, position, kept.ids)
             return int(kept.ids[int((kept.weights / noise).argmax())])
-        weights = all_weights(row, params.temperature)
         if row.device.type == "cpu":
-            return self._race.winner(noise_key(params.seed, position), weights.numpy(), likeliest)
+            key = noise_key(params.seed, position)
+            return self._race.winner(key, row.numpy(), params.temperature, likeliest)
+        weights = all_weights(row, params.temperature)
         ids = torch.arange(self._vocab_size, device=row.device)
         return int((weights / exponential(params.seed, position, ids)).argmax())
 

@@ -24,42 +24,43 @@ def splitmix64(state: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def bits_of(key: int, token_id: int) -> int:
+    pair = splitmix64(key, token_id // 2)
+    return pair >> 32 if token_id % 2 else pair & (2**32 - 1)
+
+
 def test_the_published_first_outputs_of_splitmix64_come_out():
     # Reference vector of the generator for state 1234567.
-    assert [splitmix64(1234567, i) for i in range(3)] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
-    bits = noise_bits(1234567, torch.arange(3)).numpy().view(np.uint64)
-    assert bits.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [splitmix64(1234567, i) for i in range(3)] == published
+    halves = noise_bits(1234567, torch.arange(6)).tolist()
+    assert [low + (high << 32) for low, high in zip(halves[::2], halves[1::2], strict=True)] == (
+        published
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_torch_and_numpy_give_the_bits_of_splitmix64(seed):
     key = noise_key(seed, 17)
     ids = [0, 1, 2, 3, 255, 49151, 151935, 2**31 - 1]
-    expected = [splitmix64(key, i) for i in ids]
+    expected = [bits_of(key, i) for i in ids]
     assert noise_bits_numpy(key, np.array(ids)).tolist() == expected
-    assert noise_bits(key, torch.tensor(ids)).numpy().view(np.uint64).tolist() == expected
+    assert noise_bits(key, torch.tensor(ids)).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_exponential_is_minus_log_of_the_upper_52_bits(seed):
-    ids = torch.arange(1000)
-    got = exponential(seed, 5, ids)
+def test_the_exponential_is_minus_log_of_a_uniform_of_32_bits(seed):
+    got = exponential(seed, 5, torch.arange(1000))
     assert got.dtype == torch.float64
-    bits = np.array([splitmix64(noise_key(seed, 5), i) for i in range(1000)], dtype=np.uint64)
-    expected = -np.log(((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52)
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-15)
+    bits = np.array([bits_of(noise_key(seed, 5), i) for i in range(1000)])
+    np.testing.assert_allclose(got.numpy(), -np.log((bits + 0.5) / 2.0**32), rtol=1e-15)
 
 
 def test_the_path_for_other_devices_differs_by_no_more_than_the_last_bit_of_the_logarithm():
-    ids = torch.arange(4096, device="cpu")
-    bits = noise_bits(noise_key(9, 9), ids)
-    high = ((bits >> 12) & ((1 << 52) - 1)).to(torch.float64)
+    ids = torch.arange(4096)
+    bits = noise_bits(noise_key(9, 9), ids).to(torch.float64)
     torch.testing.assert_close(
-        -torch.log((high + 0.5) * 2.0**-52), exponential(9, 9, ids), rtol=4e-16, atol=0
+        -torch.log((bits + 0.5) * 2.0**-32), exponential(9, 9, ids), rtol=4e-16, atol=0
     )
 
 
@@ -77,10 +78,10 @@ def test_seed_position_and_token_each_change_the_noise():
     assert len(set(base.tolist())) == 64
 
 
-def test_the_largest_and_smallest_bits_give_finite_positive_noise():
-    extremes = (np.array([0, MASK], dtype=np.uint64) >> np.uint64(12)).astype(np.float64)
-    noise = -np.log((extremes + 0.5) * 2.0**-52)
-    assert 0 < noise[1] < 2.0**-52 < noise[0] < 37
+def test_the_two_tokens_that_share_a_hash_are_independent():
+    noise = exponential(1, 1, torch.arange(200_000))
+    correlation = torch.corrcoef(torch.stack([noise[::2], noise[1::2]]))[0, 1]
+    assert abs(float(correlation)) < 4 / np.sqrt(100_000)
 
 
 def test_the_noise_is_exponential():
@@ -116,7 +117,7 @@ def test_one_token_over_many_positions_is_exponential_too():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("vocab_size", [1, 7, 300, 16384, 20001])
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 300, 20001])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_the_pruned_race_has_the_winner_of_the_full_one(dtype, vocab_size, spread):
     generator = np.random.default_rng(vocab_size)
@@ -124,15 +125,16 @@ def test_the_pruned_race_has_the_winner_of_the_full_one(dtype, vocab_size, sprea
     ids = np.arange(vocab_size)
     for position in range(60):
         logits = (generator.standard_normal(vocab_size) * spread).astype(dtype)
-        weights = np.exp(logits - logits.max())
+        temperature = [1.0, 0.3, 1.9][position % 3]
+        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
         key = noise_key(8, position)
         full = int((weights / exponential_numpy(key, ids)).argmax())
-        assert race.winner(key, weights, int(weights.argmax())) == full
+        assert race.winner(key, logits, temperature, int(logits.argmax())) == full
 
 
-def test_the_pruned_race_never_picks_a_token_of_weight_zero():
+def test_the_pruned_race_never_picks_an_impossible_token():
     race = VocabularyRace(100)
-    weights = np.zeros(100, dtype=np.float32)
-    weights[[13, 14]] = 1.0
-    winners = {race.winner(noise_key(0, p), weights, 13) for p in range(64)}
-    assert winners == {13, 14}
+    logits = np.full(100, -np.inf, dtype=np.float32)
+    logits[[13, 90]] = 1.0
+    winners = {race.winner(noise_key(0, p), logits, 1.0, 13) for p in range(64)}
+    assert winners == {13, 90}
