@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -27,6 +29,7 @@ from deployments.routing.replicas import Directory
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
 from engine.outputs import StepOutput
+from engine.transfer.manifest import Prefilled
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -54,12 +57,14 @@ class DecodeService:
         self._server: LinkServer | None = None
         self._dialer: Dialer | None = None
         self._prefill_holds: HoldKeeper | None = None
+        self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
         self.streams = StreamTable(
             host.engine,
             self._lifecycle_config(settings),
             slots=settings.max_running_requests,
             remote=None,
             changed=self._report,
+            observe_pull=self._pulled,
         )
         self.holds = PairHolds(self._busy)
 
@@ -135,6 +140,34 @@ class DecodeService:
             grants=self.streams.grants(),
             ungranted=self.streams.num_ungranted,
             draining=self.draining,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        counters = asdict(self.streams.counters)
+        counters["decisions"] = {"/".join(k): v for k, v in counters["decisions"].items()}
+        pulls = self.pulls
+        return {
+            "replica": self.replica_id,
+            "pid": os.getpid(),
+            "engine": asdict(self.host.engine.stats()),
+            "counters": counters,
+            "streams": self.streams.num_streams,
+            "choices": self.streams.num_choices,
+            "pulls_active": 0 if pulls is None else pulls.num_active,
+            "bytes_received": 0 if pulls is None else pulls.bytes_received,
+            "checksum_mismatches": 0 if pulls is None else pulls.checksum_mismatches,
+            "recent_pulls": list(self._recent_pulls),
+            "log": list(self.streams.log)[-32:],
+        }
+
+    def _pulled(self, prefilled: Prefilled, seconds: float) -> None:
+        self._recent_pulls.append(
+            {
+                "bytes": prefilled.num_bytes,
+                "seconds": seconds,
+                "exposed_s": prefilled.exposed_s,
+                "cached_tokens": prefilled.num_cached_tokens,
+            }
         )
 
     def _report(self) -> None:
@@ -229,6 +262,19 @@ class Decode:
     async def hold(self, call: dict[str, Any]) -> str:
         """Stay open while gateway `call["peer"]` has streams here: Serve's drain waits for it."""
         return await self._service.holds.hold(call["peer"])
+
+    async def kv_digest(self, call: dict[str, Any]) -> dict[str, Any]:
+        """SHA-256 of each whole cached block of `call["token_ids"]`, for `tailrace verify`."""
+        digests = await self._service.host.kv_digests(tuple(call["token_ids"]), call["salt"])
+        return {
+            "replica": self._service.replica_id,
+            "block_tokens": self._args.block_tokens,
+            "digests": digests,
+        }
+
+    def stats(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Counters and gauges of this replica now (for the benchmarks and for people)."""
+        return self._service.stats()
 
     def check_health(self) -> None:
         failure = self._service.host.failure

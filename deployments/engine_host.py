@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,17 @@ class EngineHost:
             ids = self.built.engine.expire_leases()
             if ids:
                 expired(ids)
+
+    async def kv_digests(self, token_ids: tuple[int, ...], salt: str) -> list[str]:
+        """Hex SHA-256 of the KV of each whole cached block of these tokens, in order."""
+        built = self.built
+        if built is None:
+            return []
+
+        def digest() -> list[str]:
+            return [hashlib.sha256(b).hexdigest() for b in built.engine.kv_bytes(token_ids, salt)]
+
+        return await asyncio.to_thread(digest)
 
     def close(self) -> None:
         if self._runner is not None:

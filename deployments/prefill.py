@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -75,6 +76,16 @@ class PrefillService:
             await self._server.close("replica stops")
         self.host.close()
 
+    def stats(self) -> dict[str, Any]:
+        return {
+            "replica": self.replica_id,
+            "pid": os.getpid(),
+            "engine": asdict(self.host.engine.stats()),
+            "sessions": self.exports.num_sessions,
+            "bytes_sent": self.exports.bytes_sent,
+            "unacked_bytes": self.exports.unacked_bytes,
+        }
+
     def _busy(self, peer_id: str) -> bool:
         return self.exports.sessions_of(peer_id) > 0
 
@@ -123,6 +134,19 @@ class Prefill:
     async def hold(self, call: dict[str, Any]) -> str:
         """Stay open while decode replica `call["peer"]` has work here; Serve's drain waits."""
         return await self._service.holds.hold(call["peer"])
+
+    async def kv_digest(self, call: dict[str, Any]) -> dict[str, Any]:
+        """SHA-256 of each whole cached block of `call["token_ids"]`, for `tailrace verify`."""
+        digests = await self._service.host.kv_digests(tuple(call["token_ids"]), call["salt"])
+        return {
+            "replica": self._service.replica_id,
+            "block_tokens": self._args.block_tokens,
+            "digests": digests,
+        }
+
+    def stats(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Counters and gauges of this replica now (for the benchmarks and for people)."""
+        return self._service.stats()
 
     def check_health(self) -> None:
         failure = self._service.host.failure

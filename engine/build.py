@@ -65,6 +65,7 @@ def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltE
         scheduler=scheduler,
         blocks=blocks,
         executor=executor,
+        pool=pool,
         tokenizer=tokenizer,
         layout=model.layout,
         vocab_size=model.vocab_size,

@@ -14,6 +14,7 @@ microseconds on a busy replica.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,13 +23,17 @@ from engine.cache.blocks import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import RequestError
 from engine.execution.executor import Executor
+from engine.execution.pool import KVPool
 from engine.models.model import KVLayout
 from engine.outputs import Computed, EngineStats, Output, StepOutput
 from engine.request import FinishReason, Request, RequestId, SampledToken
+from engine.sampling.sampler import UnusableLogits, validate_params
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Committed, Reservation, Scheduler
 from engine.text.output import TextStream
 from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -41,6 +46,7 @@ class Engine:
         scheduler: Scheduler,
         blocks: BlockManager,
         executor: Executor,
+        pool: KVPool,
         tokenizer: Tokenizer,
         layout: KVLayout,
         vocab_size: int,
@@ -53,6 +59,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         self.blocks = blocks
+        self.pool = pool
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
@@ -112,12 +119,7 @@ class Engine:
                 f"vocabulary of {vocab}",
                 param="prompt",
             )
-        for token_id, _ in request.params.logit_bias:
-            if token_id >= vocab:
-                raise RequestError(
-                    f"logit_bias: token id {token_id} is not in the vocabulary of {vocab}",
-                    param="logit_bias",
-                )
+        validate_params(request.params, vocab)
 
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens of the request whose KV is in the prefix cache now."""
@@ -190,7 +192,10 @@ class Engine:
                 out = StepOutput(reservations=self._reservations)
                 self._reservations = []
                 return out
-        result = self._executor.execute(plan)
+        try:
+            result = self._executor.execute(plan)
+        except UnusableLogits as error:
+            return self._drop_faulty(plan, error)
         with self._lock:
             out = self._commit(plan, self._scheduler.commit(plan, result, self._clock()))
         out.num_tokens = plan.num_tokens
@@ -262,6 +267,29 @@ class Engine:
         if finish is not None:
             del self._texts[request_id]
         return Output(request_id, entry.token, text, finish, entry.num_cached_tokens)
+
+    def _drop_faulty(self, plan: StepPlan, error: UnusableLogits) -> StepOutput:
+        """End the one request whose logits hold no token; the others are planned again."""
+        logger.error("request %s ends: %s", error.request_id, error)
+        with self._lock:
+            self._scheduler.abandon(plan)
+            self._scheduler.finish(error.request_id, FinishReason.ERROR)
+            self._texts.pop(error.request_id, None)
+            self._held.discard(error.request_id)
+            out = StepOutput(reservations=self._reservations)
+            self._reservations = []
+        out.outputs.append(Output(error.request_id, None, "", FinishReason.ERROR, 0))
+        return out
+
+    def kv_bytes(self, token_ids: tuple[int, ...], salt: str) -> list[bytes]:
+        """A copy of the KV of each whole block of these tokens that is cached here, in order.
+
+        For `tailrace verify`: what was sent must equal what was computed, byte for byte.
+        """
+        with self._lock:
+            blocks = self.blocks.cached_blocks(token_ids, salt)
+            layers = self.layout.num_layers
+            return [bytes(self.pool.block_bytes(block, 0, layers)) for block in blocks]
 
     def _reserved(self, request_id: RequestId) -> Reservation | None:
         self._collect_reservations()

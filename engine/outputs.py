@@ -13,7 +13,9 @@ class Output:
     """What one step gave one request."""
 
     request_id: RequestId
-    token: SampledToken
+    token: SampledToken | None
+    """None with `FinishReason.ERROR`: nothing could be sampled."""
+
     text: str
     """New text; empty while half a character or a possible stop string is held back."""
 

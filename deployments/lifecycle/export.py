@@ -96,7 +96,14 @@ class ExportServer:
         finals: list[Output] = [out for out in step.outputs if out.finish is not None]
         for out in finals:
             session = self._sessions.get(out.request_id)
-            if session is not None:
+            if session is None:
+                continue
+            if out.token is None:
+                session.link.send(
+                    [Kind.FAIL, session.transfer, "prefill", "the logits hold no token"]
+                )
+                self._end(out.request_id)
+            else:
                 # Before the last chunks: the receiver measures from here how long they took.
                 session.link.send([Kind.FINAL, session.transfer, out.token.to_wire()])
         for computed in step.computed:

@@ -205,8 +205,12 @@ class StreamTable:
         frames: dict[Link, list[list[Any]]] = {}
         for output in step.outputs:
             entry = self._choices.get(output.request_id)
-            if entry is not None:
-                stream, choice = entry
+            if entry is None:
+                continue
+            stream, choice = entry
+            if output.token is None:
+                self._run(stream, Failed("the model gave no usable logits for this request"))
+            else:
                 event = self._output(stream, choice, output)
                 frames.setdefault(stream.link, []).append(event.to_wire())
         for link, events in frames.items():
@@ -398,6 +402,8 @@ class StreamTable:
     def _output(
         self, stream: _Stream, choice: int, output: Output, prefilled: Prefilled | None = None
     ) -> StreamEvent:
+        token = output.token
+        assert token is not None
         self.counters.tokens_out += 1
         stream.ahead += 1
         finish = output.finish
@@ -421,12 +427,12 @@ class StreamTable:
                 self._engine.pause(engine_id)
         logprobs = None
         if stream.submit.request.params.logprobs is not None:
-            logprobs = [self._logprob(output.token)]
+            logprobs = [self._logprob(token)]
         return StreamEvent(
             stream.submit.stream_id,
             choice,
             output.text,
-            (output.token.token_id,),
+            (token.token_id,),
             logprobs,
             finish,
             usage,

@@ -146,6 +146,10 @@ class BlockManager:
         """
         return len(self._hits(token_ids, salt)) * self._block_tokens
 
+    def cached_blocks(self, token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
+        """Blocks that hold the longest cached prefix, the last whole block included."""
+        return tuple(self._hits((*token_ids, 0), salt))
+
     def fits(
         self,
         token_ids: Sequence[int],

@@ -80,6 +80,8 @@ class InProcessTransport:
                 for output in step.outputs:
                     if output.request_id == held.request_id:
                         first = output.token
+                        if first is None:
+                            raise TransferError("no token could be drawn", stage="prefill")
                 await asyncio.sleep(0)
             if not intake.complete:
                 raise TransferError("chunks are missing at the end", stage="final")

@@ -1,0 +1,34 @@
+"""Serve's view of a gateway replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from deployments.gateway.process import GatewayProcess, build_app
+from deployments.secret import read_link_secret
+
+
+@serve.deployment(
+    name="Gateway",
+    max_ongoing_requests=1000,
+    ray_actor_options={"num_cpus": 0.1},
+    graceful_shutdown_timeout_s=600,
+    health_check_period_s=2,
+)
+@serve.ingress(build_app)
+class Gateway:
+    """Thin: the process does the work, the ASGI app answers."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._process = GatewayProcess(replica_id, read_link_secret())
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        await self._process.apply(user_config)
+
+    async def __del__(self) -> None:
+        process = getattr(self, "_process", None)
+        if process is not None:
+            await process.close()

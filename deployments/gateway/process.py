@@ -1,0 +1,75 @@
+"""One gateway process: the API, its models, its place in the cluster.
+
+The state lives in this module and not in the deployment class: Serve pickles that class by value,
+and the ASGI app is built separately from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from deployments.admission.actor import queue_address
+from deployments.admission.client import QueueClient
+from deployments.gateway.api import create_app
+from deployments.gateway.config import GatewayConfig
+from deployments.gateway.dispatch import ModelClient
+from deployments.gateway.models import ClusterModels
+from deployments.gateway.state import GatewayState
+from deployments.holds import HoldKeeper
+from deployments.metrics import Registry
+from deployments.routing.replicas import Directory
+from engine.errors import EngineError
+
+_state: GatewayState | None = None
+
+
+def get_state() -> GatewayState:
+    """This process's state. Raises EngineError while the replica starts."""
+    if _state is None:
+        raise EngineError("the gateway is starting")
+    return _state
+
+
+def build_app() -> FastAPI:
+    """For `serve.ingress`: called once in the replica, before its constructor."""
+    return create_app(get_state, echo_request_id=False)
+
+
+class GatewayProcess:
+    """Everything a gateway replica does besides HTTP."""
+
+    def __init__(self, own_id: str, secret: bytes) -> None:
+        global _state
+        self._own_id = own_id
+        self._secret = secret
+        self.registry = Registry()
+        self.models = ClusterModels(self._connect)
+        _state = self.state = GatewayState(self.models, self.registry)
+
+    async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
+        """Adopt a configuration. Raises ConfigError and changes nothing."""
+        config = self.state.apply(user_config)
+        await self.models.apply(config)
+        return config
+
+    async def close(self) -> None:
+        await self.models.close()
+
+    def _connect(self, app: str) -> ModelClient:
+        handle = serve.get_app_handle(app)
+        directory = Directory.of(app, "Decode")
+        directory.watch(handle)
+
+        async def hold(target: str, peer: str) -> str:
+            return await handle.hold.remote({"target": target, "peer": peer})
+
+        async def find_queue() -> str:
+            return await queue_address(app)
+
+        queue = QueueClient(find_queue, self._secret, self._own_id)
+        return ModelClient(
+            self._own_id, self._secret, directory, queue, HoldKeeper(hold, self._own_id)
+        )
