@@ -1,0 +1,233 @@
+"""The HTTP surface: routes, error shapes, OpenAPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from deployments.gateway.backend import Backend
+from deployments.gateway.config import GatewayConfig
+from deployments.gateway.edge import Edge, call_of, read_body
+from deployments.gateway.errors import Failure, describe, refusal, retry_after
+from deployments.gateway.openai import model_body
+from deployments.gateway.prepare import (
+    Plan,
+    find_model,
+    prepare_chat,
+    prepare_completion,
+    tokenise,
+    tokenise_chat,
+)
+from deployments.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from deployments.gateway.state import GatewayState
+from deployments.gateway.work import Generation
+from engine.errors import EngineError, RequestError
+
+_BODIES: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_REF = "#/components/schemas/{model}"
+_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "Any refusal or failure.",
+        "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
+    }
+}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}},
+    **_ERRORS,
+}
+
+
+async def _chat(backend: Backend, config: GatewayConfig, body: bytes) -> Plan:
+    return await prepare_chat(backend, config, parse(ChatRequest, body))
+
+
+async def _completion(backend: Backend, config: GatewayConfig, body: bytes) -> Plan:
+    return await prepare_completion(backend, config, parse(CompletionRequest, body))
+
+
+def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool = True) -> FastAPI:
+    """The application. `get_state` is asked at every request, so the app can be built at import,
+    before there is a state, and pickled.
+
+    `echo_request_id=False` where the server in front (Ray Serve) adds `x-request-id` itself.
+    """
+    app = FastAPI(
+        title="Tailrace",
+        description="OpenAI's API for the models of this cluster.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(Edge, get_state=get_state, echo_request_id=echo_request_id)
+    app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+
+    @app.post("/v1/chat/completions", responses=_STREAMED, openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return Generation(get_state(), "chat", _chat)
+
+    @app.post("/v1/completions", responses=_STREAMED, openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return Generation(get_state(), "completions", _completion)
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        data = [model_body(info) for info in get_state().backend.models()]
+        return _json({"object": "list", "data": data})
+
+    @app.get("/v1/models/{model_id:path}", responses=_ERRORS)
+    async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        state = get_state()
+        return _json(model_body(await find_model(state.backend, state.config, model_id)))
+
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        state = get_state()
+        body = parse(TokenizeRequest, await _read(request, state))
+        info = await find_model(state.backend, state.config, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await tokenise_chat(
+                info, body.messages, body.tools, body.add_generation_prompt is not False
+            )
+        else:
+            ids = await tokenise(
+                info,
+                body.prompt or "",
+                param="prompt",
+                add_special_tokens=body.add_special_tokens is not False,
+            )
+        tokenizer = info.text.tokenizer
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+        answer = {
+            "count": len(ids),
+            "max_model_len": info.max_context_tokens,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+        return _json(answer)
+
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        state = get_state()
+        body = parse(DetokenizeRequest, await _read(request, state))
+        info = await find_model(state.backend, state.config, body.model)
+        text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
+
+    @app.get("/health", responses=_ERRORS)
+    async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        names = [info.name for info in get_state().backend.models()]
+        if names:
+            return _json({"status": "ok", "models": names})
+        message = "no model is served yet; wait for one, or see `tailrace status`"
+        return _response(refusal(503, message, "no_models", headers=retry_after(1.0)))
+
+    @app.get("/metrics", responses=_ERRORS)
+    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        text = get_state().metrics.render()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    app.openapi = lambda: _openapi(app)
+    return app
+
+
+async def _read(request: Request, state: GatewayState) -> bytes:
+    return await read_body(request.scope, request.receive, state.config.limits.max_body_bytes)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _response(failure: Failure) -> Response:
+    response = Response(failure.body(), failure.status, media_type="application/json")
+    response.raw_headers.extend(failure.headers)
+    return response
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    return _response(describe(error, call_of(request.scope).request_id))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """What the router raises: 404, 405."""
+    assert isinstance(error, HTTPException)
+    path = f"{request.method} {request.url.path[:200]}"
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"{path}: no such route; see /openapi.json", "not_found"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message, code = f"{path}: this route takes {allowed}", "method_not_allowed"
+    headers = tuple(
+        (name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()
+    )
+    return _response(refusal(error.status_code, message, code, headers=headers))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _response(refusal(400, str(error.errors()[0].get("msg")), "invalid_value"))
+
+
+def _takes(schema: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version="1", description=app.description, routes=app.routes
+        )
+        _, bodies = models_json_schema(
+            [(body, "validation") for body in _BODIES], ref_template=_REF
+        )
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(bodies["$defs"], Error=_ERROR_SCHEMA)
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # FastAPI's own shape, never sent
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,127 @@
+"""What an operator tunes on a running gateway: Serve's `user_config`, as one validated value.
+
+Applying a configuration replaces this value whole; requests in flight keep the one they started
+with. A configuration that cannot work is refused whole, and the gateway goes on with the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.errors import ConfigError
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelRoute(_Strict):
+    """One model that clients may ask for, and the Serve application that serves it."""
+
+    name: str = Field(min_length=1, max_length=256)
+    app: str = Field(min_length=1, max_length=256)
+    aliases: tuple[str, ...] = ()
+    """Other names that clients may send. Answers carry `name`."""
+
+
+class Limits(_Strict):
+    """What one request may ask for. A request beyond a limit gets 400 (413 for the body)."""
+
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """None: the model's context is the limit."""
+
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """None: the model's own limit, or what the context leaves."""
+
+    default_max_tokens: int | None = Field(default=None, ge=1)
+    """Output of a chat request that names none. None: as much as the other limits leave."""
+
+    max_n: int = Field(default=16, ge=1, le=128)
+    max_prompts: int = Field(default=128, ge=1)
+    """Prompts in one `/v1/completions` request."""
+
+    max_choices: int = Field(default=128, ge=1)
+    """`n` times the number of prompts."""
+
+    max_stop: int = Field(default=16, ge=1, le=16)
+    max_messages: int = Field(default=4096, ge=1)
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """From the first byte of the request to the last of the answer."""
+
+
+class GatewayConfig(_Strict):
+    """The whole of `user_config`."""
+
+    revision: int = Field(default=0, ge=0)
+    """Counts up with every change; the admission queue adopts the highest it has seen."""
+
+    models: tuple[ModelRoute, ...] = ()
+    limits: Limits = Limits()
+    include_usage: bool = False
+    """Send the usage chunk of a stream to clients that did not say whether they want it."""
+
+    event_log_size: int = Field(default=65_536, ge=16)
+    """Events of requests kept for replay, in the gateway's memory."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> GatewayConfig:
+        owner: dict[str, str] = {}
+        for route in self.models:
+            for name in (route.name, *route.aliases):
+                if name in owner:
+                    raise ValueError(
+                        f"models: {name!r} names both {owner[name]!r} and {route.name!r}; "
+                        "give each model and alias a name of its own"
+                    )
+                owner[name] = route.name
+        return self
+
+    @classmethod
+    def parse(cls, user_config: Mapping[str, Any] | None) -> GatewayConfig:
+        """The value in `user_config`. Raises ConfigError naming field, value and way out."""
+        try:
+            return cls.model_validate(dict(user_config or {}))
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    def canonical(self, model: str) -> str:
+        """The model's own name if `model` is an alias, else `model` unchanged."""
+        for route in self.models:
+            if model in route.aliases:
+                return route.name
+        return model
+
+
+def _explain(error: ValidationError) -> str:
+    lines: list[str] = []
+    for detail in error.errors(include_url=False):
+        field = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            lines.append(
+                f"user_config.{field}: no such field; remove it or correct its name "
+                f"(here are: {', '.join(_siblings(detail['loc']))})"
+            )
+        elif not field:
+            lines.append(f"user_config: {detail['msg'].removeprefix('Value error, ')}")
+        elif detail["type"] == "missing":
+            lines.append(f"user_config.{field}: missing; add it")
+        else:
+            value = repr(detail["input"])[:80]
+            lines.append(f"user_config.{field}={value}: {_lower(detail['msg'])}; correct it")
+    return "\n".join(lines)
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _siblings(loc: tuple[int | str, ...]) -> list[str]:
+    """Fields of the section that `loc` lies in."""
+    section: type[BaseModel] = GatewayConfig
+    for part in loc[:-1]:
+        section = {"limits": Limits, "models": ModelRoute}.get(str(part), section)
+    return sorted(section.model_fields)

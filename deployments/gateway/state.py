@@ -1,0 +1,36 @@
+"""What one gateway process holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.gateway.backend import Backend
+from deployments.gateway.config import GatewayConfig
+from deployments.gateway.events import EventLog
+from deployments.gateway.measure import Metrics
+
+
+@dataclass(slots=True)
+class GatewayState:
+    """Handed to the API by whoever owns the process; everything in it lives on one event loop."""
+
+    backend: Backend
+    metrics: Metrics
+    config: GatewayConfig = field(default_factory=GatewayConfig)
+    now: Callable[[], float] = time.monotonic
+    log: EventLog = field(init=False)
+    inflight: int = 0
+    """Requests being answered."""
+
+    def __post_init__(self) -> None:
+        self.log = EventLog(self.config.event_log_size)
+
+    def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:
+        """Adopt a configuration for requests to come. Raises ConfigError and changes nothing."""
+        config = GatewayConfig.parse(user_config)
+        self.log.resize(config.event_log_size)
+        self.config = config
+        return config
