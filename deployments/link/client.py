@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.link.auth import Handshake, check_secret
 from deployments.link.link import Link, LinkDown, LinkHandlers, LinkHooks, LinkSettings
@@ -200,7 +200,8 @@ class KeptLink:
         self._secret = secret
         self._role = role
         self._own_id = own_id
-        self._handlers = handlers
+        self._on_open = handlers.on_open
+        self._handlers = replace(handlers, on_open=self._opened)
         self._settings = settings or LinkSettings()
         self._expect_role = expect_role
         self._backoff = backoff or Backoff()
@@ -238,12 +239,18 @@ class KeptLink:
             self._link.close()
             await asyncio.wait([self._link.closed])
 
+    def _opened(self, link: Link) -> None:
+        self._link = link
+        self._up.set()
+        self._on_open(link)
+
     async def _keep(self) -> None:
         failures = 0
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 address = await self._find_address()
-                self._link = await dial(
+                link = await dial(
                     address,
                     self._secret,
                     self._role,
@@ -258,6 +265,10 @@ class KeptLink:
                 log("no link to %s (attempt %d): %s", self._expect_role, failures, error)
                 await asyncio.sleep(self._backoff.after(failures))
                 continue
-            failures = 0
-            self._up.set()
-            await asyncio.shield(self._link.closed)
+            opened_at = loop.time()
+            await asyncio.shield(link.closed)
+            # A link that dies as soon as it lives (a peer that chokes on what it is told) must not
+            # be dialled in a tight loop.
+            failures = failures + 1 if loop.time() - opened_at < self._backoff.max_s else 0
+            if failures:
+                await asyncio.sleep(self._backoff.after(failures))

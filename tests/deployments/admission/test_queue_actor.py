@@ -1,0 +1,67 @@
+"""The queue as a real, named, restarting Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deployments.admission.actor import (
+    NAMESPACE,
+    create_or_find_queue,
+    find_queue,
+    queue_name,
+    remove_queue,
+)
+from deployments.admission.client import QueueClient, QueueReporter
+from deployments.link.messages import Report
+
+pytestmark = pytest.mark.cluster
+
+SECRET = b"the secret of the test cluster!!"
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_the_named_actor_grants_restarts_with_a_higher_epoch_and_can_be_removed(
+    ray_cluster: Any,
+) -> None:
+    ray = ray_cluster
+    with pytest.raises(ValueError, match="tailrace-queue:m"):
+        await find_queue("m")
+    address = await create_or_find_queue("m", SECRET)
+    assert await create_or_find_queue("m", SECRET) == address
+    assert await find_queue("m") == address
+
+    gateway = QueueClient(lambda: find_queue("m"), SECRET, "g1")
+    reporter = QueueReporter(lambda: create_or_find_queue("m", SECRET), SECRET, "d1")
+    gateway.start()
+    reporter.start()
+    reporter.changed(Report(replica_id="d1", slots=2, capacity_tokens=10, grants=()))
+    assert await gateway.wait_available(20)
+    first = await asyncio.wait_for(gateway.acquire(cost_tokens=1, prompt_tokens=1), 20)
+    assert first.replica_id == "d1"
+
+    handle = ray.get_actor(queue_name("m"), namespace=NAMESPACE)
+    ray.kill(handle, no_restart=False)
+    while gateway.available:
+        await asyncio.sleep(0.01)
+    assert await gateway.wait_available(60)
+    second = await asyncio.wait_for(gateway.acquire(cost_tokens=1, prompt_tokens=1), 20)
+    assert second.replica_id == "d1"
+    assert second.epoch > first.epoch
+
+    await gateway.close()
+    await reporter.close()
+    assert await asyncio.to_thread(remove_queue, "m")
+    assert not await asyncio.to_thread(remove_queue, "m")
