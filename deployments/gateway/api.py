@@ -94,7 +94,7 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(Edge, get_state=get_state, echo_request_id=echo_request_id)
+    app.add_middleware(Edge, echo_request_id=echo_request_id)
     app.add_exception_handler(EngineError, _on_engine_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

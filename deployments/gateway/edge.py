@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.gateway.errors import Failure, describe
-from deployments.gateway.state import GatewayState
 from engine.errors import RequestError
 
 _CALL = "tailrace.call"
@@ -43,19 +42,15 @@ class Edge:
     """Names each request, adds `x-request-id` and `openai-processing-ms`, turns what nobody caught
     into a well-formed 500."""
 
-    def __init__(
-        self, app: ASGIApp, get_state: Callable[[], GatewayState], echo_request_id: bool
-    ) -> None:
+    def __init__(self, app: ASGIApp, echo_request_id: bool) -> None:
         self._app = app
-        self._get_state = get_state
         self._echo_request_id = echo_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        now = self._get_state().now
-        call = Call(_request_id(scope), now())
+        call = Call(_request_id(scope), time.monotonic())
         scope[_CALL] = call
         started = False
 
@@ -63,7 +58,7 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                took_ms = b"%d" % round((now() - call.received_s) * 1000)
+                took_ms = b"%d" % round((time.monotonic() - call.received_s) * 1000)
                 headers = [*message.get("headers", ()), (b"openai-processing-ms", took_ms)]
                 if self._echo_request_id:
                     headers.append((b"x-request-id", call.request_id.encode()))

@@ -2,7 +2,7 @@
 
 ```
 Received ── Tokenised ── Admitted ── Submitted ── FirstToken ── Finished | Failed | Disconnected
-   |  prepare   |  queue   |  submit   |  prefill    |  stream    |
+   |  tokenize  |  queue   |   route   |  prefill    |  stream    |
 ```
 
 Times are seconds of one process's monotonic clock: differences mean something, values do not.
@@ -114,8 +114,8 @@ _KINDS: dict[str, type[Event]] = {
     )
 }
 
-PHASES = ("prepare", "queue", "submit", "prefill", "stream")
-"""Phase i runs from milestone i to milestone i+1."""
+PHASES = ("tokenize", "queue", "route", "prefill", "stream")
+"""Phase i runs from milestone i to milestone i+1. Names are those of `engine.metrics.PHASES`."""
 
 _MILESTONES = (Received, Tokenised, Admitted, Submitted, FirstToken)
 _ENDS = (Finished, Failed, Disconnected)

@@ -18,9 +18,10 @@ DURATION = "tailrace_request_duration_seconds"
 TTFT = "tailrace_request_ttft_seconds"
 ITL = "tailrace_request_itl_seconds"
 TPOT = "tailrace_request_tpot_seconds"
-INPUT_TOKENS = "tailrace_input_tokens_total"
-OUTPUT_TOKENS = "tailrace_output_tokens_total"
-CACHED_TOKENS = "tailrace_cached_tokens_total"
+INPUT_TOKENS = "tailrace_request_input_tokens"
+OUTPUT_TOKENS = "tailrace_request_output_tokens"
+CACHED_TOKENS = "tailrace_request_cached_tokens"
+PHASE = "tailrace_request_phase_seconds"
 INFLIGHT = "tailrace_requests_inflight"
 DISCONNECTS = "tailrace_client_disconnects_total"
 
@@ -48,10 +49,11 @@ class RequestMeter:
         """A served model's name: clients' own inventions must not become label values."""
 
     def inflight(self, count: int) -> None:
-        self._metrics.set(INFLIGHT, count)
+        self._metrics.set(INFLIGHT, count, model=self.model)
 
-    def first_token(self, ttft_s: float) -> None:
-        self._metrics.observe(TTFT, ttft_s, model=self.model, tier=TIER)
+    def first_token(self, ttft_s: float, streaming: bool) -> None:
+        how = "true" if streaming else "false"
+        self._metrics.observe(TTFT, ttft_s, model=self.model, tier=TIER, streaming=how)
 
     def itl(self, gap_s: float) -> None:
         self._metrics.observe(ITL, gap_s, model=self.model, tier=TIER)
@@ -61,22 +63,23 @@ class RequestMeter:
     ) -> None:
         labels = {"model": self.model, "tier": TIER}
         metrics = self._metrics
-        metrics.inc(INPUT_TOKENS, usage.prompt_tokens, **labels)
-        metrics.inc(OUTPUT_TOKENS, usage.completion_tokens, **labels)
-        metrics.inc(CACHED_TOKENS, usage.cached_tokens, **labels)
+        metrics.observe(INPUT_TOKENS, usage.prompt_tokens, **labels)
+        metrics.observe(OUTPUT_TOKENS, usage.completion_tokens, **labels)
+        metrics.observe(CACHED_TOKENS, usage.cached_tokens, **labels)
         tokens = usage.completion_tokens / num_choices
         if ttft_s is not None and tokens > 1:
             metrics.observe(TPOT, (duration_s - ttft_s) / (tokens - 1), **labels)
-        self.ended("200", duration_s)
 
-    def ended(self, code: str, duration_s: float) -> None:
-        """`code` is the HTTP status, or that of a failure after 200 was sent."""
+    def disconnected(self, phase: str) -> None:
+        self._metrics.inc(DISCONNECTS, model=self.model, phase=phase)
+
+    def ended(self, code: str, duration_s: float, phases: Sequence[tuple[str, float]]) -> None:
+        """`code` is the HTTP status, or that of a failure after 200 was sent; `phases` the seconds
+        spent in each, which add up to the duration."""
         self._metrics.inc(REQUESTS, model=self.model, tier=TIER, code=code)
         self._metrics.observe(DURATION, duration_s, model=self.model, tier=TIER)
-
-    def disconnected(self, phase: str, duration_s: float) -> None:
-        self._metrics.inc(DISCONNECTS, phase=phase)
-        self.ended("499", duration_s)
+        for phase, seconds in phases:
+            self._metrics.observe(PHASE, seconds, model=self.model, tier=TIER, phase=phase)
 
 
 class Pace:

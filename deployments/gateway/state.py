@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,9 @@ class GatewayState:
     backend: Backend
     metrics: Metrics
     config: GatewayConfig = field(default_factory=GatewayConfig)
-    now: Callable[[], float] = time.monotonic
     log: EventLog = field(init=False)
-    inflight: int = 0
-    """Requests being answered."""
+    inflight: Counter[str] = field(default_factory=Counter[str])
+    """Requests being answered, by model; `unknown` until that is read."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.config.event_log_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from enum import Enum
@@ -73,7 +74,9 @@ class Generation(Response):
         self._prepare = prepare
         self._plan: Plan | None = None
         self._tally: Tally | None = None
-        self._phase = "prepare"
+        self._marks: list[tuple[str, float]] = []
+        """When each phase began."""
+
         self._cut: Cut | None = None
         self._patience_s = 0.0
         self._started = False
@@ -90,6 +93,7 @@ class Generation(Response):
         state = self._state
         self._call = call_of(scope)
         self._meter = RequestMeter(state.metrics)
+        self._enter("tokenize", self._call.received_s)
         state.log.append(
             Received(
                 request_id=self._call.request_id,
@@ -101,8 +105,7 @@ class Generation(Response):
         self._deadline_s = self._call.received_s + total_s
         self._work = asyncio.create_task(self._run(scope, receive, send))
         self._expire_at(self._deadline_s, total_s)
-        state.inflight += 1
-        self._meter.inflight(state.inflight)
+        self._inflight(+1)
         try:
             await self._supervise(send)
         finally:
@@ -110,8 +113,7 @@ class Generation(Response):
                 timer.cancel()
             if self._watch is not None:
                 self._watch.cancel()
-            state.inflight -= 1
-            self._meter.inflight(state.inflight)
+            self._inflight(-1)
 
     async def _supervise(self, send: Send) -> None:
         """Wait for the work, then say how it ended: to the client, the log and the metrics."""
@@ -143,10 +145,12 @@ class Generation(Response):
         self._watch = asyncio.create_task(self._watch_client(receive))
         plan = await self._prepare(self._state.backend, self._config, body)
         self._plan, self._tally = plan, Tally(plan)
+        now_s = time.monotonic()
+        self._enter("queue", now_s)
         self._state.log.append(
             Tokenised(
                 request_id=self._call.request_id,
-                at_s=self._state.now(),
+                at_s=now_s,
                 model=plan.info.name,
                 stream=plan.stream,
                 prompts=len(plan.requests),
@@ -155,8 +159,9 @@ class Generation(Response):
                 n=plan.n,
             )
         )
-        self._phase = "queue"
+        self._inflight(-1)
         self._meter.model = plan.info.name
+        self._inflight(+1)
         if self._first_s is not None:
             at_s = self._call.received_s + self._first_s
             if not plan.stream:
@@ -171,7 +176,7 @@ class Generation(Response):
     async def _collect(self, plan: Plan, events: Events, send: Send) -> None:
         tally, collector, pace = self._tally_of(), Collector(plan), Pace(self._meter)
         async for prompt, batch in events:
-            now_s = self._state.now()
+            now_s = time.monotonic()
             tally.count(prompt, batch)
             collector.add(prompt, batch)
             pace.count(prompt, batch, now_s)
@@ -190,7 +195,6 @@ class Generation(Response):
     async def _stream(self, plan: Plan, events: Events, send: Send) -> None:
         tally, pace = self._tally_of(), Pace(self._meter)
         writer = EventWriter(plan, tally)
-        now = self._state.now
         async for prompt, batch in events:
             tally.count(prompt, batch)
             body = writer.write(prompt, batch)
@@ -202,7 +206,7 @@ class Generation(Response):
                 start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
                 await _to_client(send, start)
             await _to_client(send, {"type": "http.response.body", "body": body, "more_body": True})
-            now_s = now()
+            now_s = time.monotonic()
             pace.count(prompt, batch, now_s)
             if self._first_token_s is None:
                 self._mark_first_token(now_s)
@@ -239,7 +243,7 @@ class Generation(Response):
 
     async def _one(self, plan: Plan, prompt: int) -> Events:
         """Opens inside, so that a prompt waiting for its turn does not hold up those admitted."""
-        remaining_s = max(0.0, self._deadline_s - self._state.now())
+        remaining_s = max(0.0, self._deadline_s - time.monotonic())
         stream = await self._state.backend.open(
             plan.info.name, plan.requests[prompt], n=plan.n, remaining_s=remaining_s
         )
@@ -263,7 +267,7 @@ class Generation(Response):
             self._patience_s = patience_s
             self._end(Cut.TIMEOUT)
 
-        delay_s = max(0.0, at_s - self._state.now())
+        delay_s = max(0.0, at_s - time.monotonic())
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, expire))
 
     def _end(self, why: Cut) -> None:
@@ -295,30 +299,44 @@ class Generation(Response):
 
     # ── milestones ────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def _phase(self) -> str:
+        return self._marks[-1][0]
+
+    def _enter(self, phase: str, at_s: float) -> None:
+        self._marks.append((phase, at_s))
+
+    def _inflight(self, change: int) -> None:
+        inflight, model = self._state.inflight, self._meter.model
+        inflight[model] += change
+        self._meter.inflight(inflight[model])
+
     def _tally_of(self) -> Tally:
         assert self._tally is not None
         return self._tally
 
     def _mark_submitted(self, stream: Stream) -> None:
-        now_s = self._state.now()
+        now_s = time.monotonic()
         admitted_s = cast("float | None", getattr(stream, "admitted_s", None))
         replica = cast("str | None", getattr(stream, "replica", None))
         request_id = self._call.request_id
         at_s = now_s if admitted_s is None else min(admitted_s, now_s)
         self._state.log.append(Admitted(request_id=request_id, at_s=at_s, replica=replica))
         self._state.log.append(Submitted(request_id=request_id, at_s=now_s))
-        self._phase = "prefill"
+        self._enter("route", at_s)
+        self._enter("prefill", now_s)
 
     def _mark_first_token(self, now_s: float) -> None:
         self._first_token_s = now_s
-        self._phase = "stream"
+        self._enter("stream", now_s)
         self._state.log.append(FirstToken(request_id=self._call.request_id, at_s=now_s))
-        if self._plan is not None and self._plan.stream and len(self._timers) > 1:
+        streaming = self._plan is not None and self._plan.stream
+        if streaming and len(self._timers) > 1:
             self._timers[1].cancel()  # the patience for a first byte; the one for the whole runs on
-        self._meter.first_token(now_s - self._call.received_s)
+        self._meter.first_token(now_s - self._call.received_s, streaming)
 
     def _record_finish(self) -> None:
-        tally, now_s = self._tally_of(), self._state.now()
+        tally, now_s = self._tally_of(), time.monotonic()
         usage = tally.usage
         self._state.log.append(
             Finished(
@@ -334,9 +352,10 @@ class Generation(Response):
         if self._first_token_s is not None:
             ttft_s = self._first_token_s - self._call.received_s
         self._meter.finished(now_s - self._call.received_s, ttft_s, usage, len(tally.reasons))
+        self._record_end("200", now_s)
 
     def _record_failure(self, failure: Failure) -> None:
-        now_s = self._state.now()
+        now_s = time.monotonic()
         self._state.log.append(
             Failed(
                 request_id=self._call.request_id,
@@ -346,14 +365,20 @@ class Generation(Response):
                 message=failure.message,
             )
         )
-        self._meter.ended(str(failure.status), now_s - self._call.received_s)
+        self._record_end(str(failure.status), now_s)
 
     def _record_disconnect(self) -> None:
-        now_s = self._state.now()
+        now_s = time.monotonic()
         self._state.log.append(
             Disconnected(request_id=self._call.request_id, at_s=now_s, phase=self._phase)
         )
-        self._meter.disconnected(self._phase, now_s - self._call.received_s)
+        self._meter.disconnected(self._phase)
+        self._record_end("499", now_s)
+
+    def _record_end(self, code: str, now_s: float) -> None:
+        edges = [at_s for _, at_s in self._marks[1:]] + [now_s]
+        phases = [(p, end_s - s) for (p, s), end_s in zip(self._marks, edges, strict=True)]
+        self._meter.ended(code, now_s - self._call.received_s, phases)
 
 
 async def _to_client(send: Send, message: Message) -> None:

@@ -26,7 +26,7 @@ from engine.request import FinishReason, Request
 from engine.text.text_model import load_text
 
 Step = Any
-"""A list of events to hand out together, an exception to raise, or an awaitable factory to wait on."""
+"""Events to hand out together, an exception to raise, or a coroutine function to wait on."""
 
 Script = Callable[[Request, int], list[Step]]
 
@@ -212,7 +212,7 @@ class Gateway:
     async def settle(self) -> None:
         """Until no request is being answered."""
         limit = time.monotonic() + 10
-        while self.state.inflight:
+        while any(self.state.inflight.values()):
             assert time.monotonic() < limit, "a request never ended"
             await asyncio.sleep(0.005)
 

@@ -236,7 +236,9 @@ async def test_the_role_chunk_comes_in_one_write_with_the_first_token(gateway: A
 
 
 async def test_events_that_queued_up_go_out_in_one_write(gateway: Any, spell_words: Any) -> None:
-    gateway.backend.script = lambda request, n: [sum(spell_words(request, n), [])]
+    gateway.backend.script = lambda request, n: [
+        [event for step in spell_words(request, n) for event in step]
+    ]
     reply = await gateway.post("/v1/chat/completions", BODY | {"stream": True})
     contents, done = reply.chunks
     assert contents.count(b"data: ") == 1 + 4 + 1
@@ -441,9 +443,9 @@ async def test_the_request_log_replays_into_phases_that_add_up(gateway: Any) -> 
     summary = replay(gateway.state.log.of("r1"))
     assert summary.outcome == "finished"
     assert [name for name, _ in summary.phases] == [
-        "prepare",
+        "tokenize",
         "queue",
-        "submit",
+        "route",
         "prefill",
         "stream",
     ]
@@ -457,13 +459,15 @@ async def test_metrics_count_the_request_once_with_its_tokens(gateway: Any) -> N
     labels = {"model": "tiny", "tier": "default"}
     metrics = gateway.metrics
     assert metrics.total("tailrace_requests_total", **labels, code="200") == 1
-    assert metrics.total("tailrace_output_tokens_total", **labels) == 4
-    assert metrics.total("tailrace_cached_tokens_total", **labels) == 2
-    assert metrics.total("tailrace_requests_inflight") == 0
+    assert metrics.seen["tailrace_request_output_tokens"] == [4]
+    assert metrics.seen["tailrace_request_cached_tokens"] == [2]
+    assert metrics.total("tailrace_requests_inflight", model="tiny") == 0
     assert len(metrics.seen["tailrace_request_ttft_seconds"]) == 1
     assert len(metrics.seen["tailrace_request_itl_seconds"]) == 3
     assert len(metrics.seen["tailrace_request_tpot_seconds"]) == 1
-    assert len(metrics.seen["tailrace_request_duration_seconds"]) == 1
+    (duration_s,) = metrics.seen["tailrace_request_duration_seconds"]
+    phases = metrics.seen["tailrace_request_phase_seconds"]
+    assert (len(phases), sum(phases)) == (5, pytest.approx(duration_s))
 
 
 async def test_many_streams_at_once_keep_their_own_text(gateway: Any) -> None:
