@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from deployments.admission.actor import ensure_queue
+from deployments.admission.actor import create_or_find_queue
 from deployments.admission.client import QueueReporter
 from deployments.engine_host import EngineHost
 from deployments.holds import HoldKeeper, PairHolds
@@ -108,6 +107,12 @@ class DecodeService:
         self.pulls = pulls
         self._prefill_holds = holds
         self.streams.remote = PrefillPool(built, pulls, source, hold=holds)
+
+    def report_to(self, reporter: QueueReporter) -> None:
+        """Tell this model's admission queue what is alive here, now and after every change."""
+        self.reporter = reporter
+        reporter.changed(self.report())
+        reporter.start()
 
     def apply(self, settings: PoolSettings) -> None:
         """Adopt what can change while running."""
@@ -235,14 +240,18 @@ class Decode:
                 return await handle.remote({"target": target, "peer": peer})
 
             service.use_prefill(directory, HoldKeeper(hold, replica_id))
-        app = context.app_name
+        app, link = context.app_name, parsed.link
 
-        async def find_queue() -> str:
-            queue = await asyncio.to_thread(ensure_queue, app, secret)
-            return await queue.address.remote()
+        async def queue_address() -> str:
+            return await create_or_find_queue(
+                app,
+                secret,
+                host=link.host,
+                advertise_host=advertised(parsed),
+                ports=link.ports,
+            )
 
-        service.reporter = QueueReporter(find_queue, secret, replica_id, service.report)
-        service.reporter.start()
+        service.report_to(QueueReporter(queue_address, secret, replica_id))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         self._service.apply(PoolSettings.parse(user_config))

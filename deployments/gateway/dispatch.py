@@ -315,7 +315,7 @@ class ModelClient:
                 prompt_tokens=prompt,
                 n=n,
                 priority=request.priority,
-                remaining_s=remaining_s,
+                remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
             )
         except QueueAway:
             self._chooser.set_replicas(self.directory.replicas().keys())

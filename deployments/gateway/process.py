@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from deployments.admission.actor import queue_address
+from deployments.admission.actor import find_queue
 from deployments.admission.client import QueueClient
 from deployments.gateway.api import create_app
 from deployments.gateway.config import GatewayConfig
@@ -66,10 +66,10 @@ class GatewayProcess:
         async def hold(target: str, peer: str) -> str:
             return await handle.hold.remote({"target": target, "peer": peer})
 
-        async def find_queue() -> str:
-            return await queue_address(app)
+        async def queue_address() -> str:
+            return await find_queue(app)
 
-        queue = QueueClient(find_queue, self._secret, self._own_id)
+        queue = QueueClient(queue_address, self._secret, self._own_id)
         return ModelClient(
             self._own_id, self._secret, directory, queue, HoldKeeper(hold, self._own_id)
         )
