@@ -1,7 +1,7 @@
 """The catalogue of metrics: what exists, under which name, with which labels, buckets and meaning.
 
 Values only. `deployments.metrics` holds the numbers, dashboards read the declarations, and neither
-invents a name. Engine series keep vLLM's names, because gateways and dashboards elsewhere know them;
+invents a name. Engine series keep vLLM's names, which gateways and dashboards elsewhere know;
 all else is `tailrace_`, in base units, with `_total` on counters.
 
 Labels are closed sets (model, tier, role, phase, outcome, reason), never ids of requests or keys.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["", "seconds", "bytes", "tokens", "ratio", "blocks"]
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -36,7 +37,9 @@ class Metric:
 
     name: str
     kind: Kind
-    unit: Literal["", "seconds", "bytes", "tokens", "ratio", "blocks"]
+    unit: Unit
+    """Base units only; empty for plain counts."""
+
     labels: tuple[str, ...]
     help: str
     buckets: tuple[float, ...] = ()
@@ -85,9 +88,230 @@ PHASES = (
 """Values of the label `phase`, in the order a request passes them."""
 
 
-def _counter(name: str, labels: tuple[str, ...], help: str, unit: str = "") -> Metric:
-    return Metric(name=name, kind="counter", unit=unit, labels=labels, help=help)  # pyright: ignore[reportArgumentType]
+def _counter(name: str, labels: tuple[str, ...], help: str, unit: Unit = "") -> Metric:
+    return Metric(name=name, kind="counter", unit=unit, labels=labels, help=help)
 
 
-def _gauge(name: str, labels: tuple[str, ...], help: str, unit: str = "") -> Metric:
-    return Metric(name=name, kind="gauge", unit=unit, labels=labels, help=help)  # pyright: ignore[reportArgumentType]
+def _gauge(name: str, labels: tuple[str, ...], help: str, unit: Unit = "") -> Metric:
+    return Metric(name=name, kind="gauge", unit=unit, labels=labels, help=help)
+
+
+def _seconds(
+    name: str, labels: tuple[str, ...], help: str, buckets: tuple[float, ...] = DURATION_BUCKETS
+) -> Metric:
+    return Metric(
+        name=name, kind="histogram", unit="seconds", labels=labels, help=help, buckets=buckets
+    )
+
+
+def _tokens(
+    name: str, labels: tuple[str, ...], help: str, buckets: tuple[float, ...] = TOKEN_BUCKETS
+) -> Metric:
+    return Metric(
+        name=name, kind="histogram", unit="tokens", labels=labels, help=help, buckets=buckets
+    )
+
+
+_ENGINE = ("model_name",)
+_MODEL = ("model",)
+_TIER = ("model", "tier")
+
+_DECLARED = (
+    # The engine, under vLLM's names and label.
+    _gauge("vllm:num_requests_running", _ENGINE, "Requests in the running batch."),
+    _gauge("vllm:num_requests_waiting", _ENGINE, "Requests the engine holds that do not run yet."),
+    _gauge(
+        "vllm:kv_cache_usage_perc",
+        _ENGINE,
+        "Share of KV blocks held by requests and leases; 1 is full.",
+        "ratio",
+    ),
+    _gauge(
+        "vllm:cache_config_info",
+        ("model_name", "block_size", "num_gpu_blocks"),
+        "Always 1. Tokens per KV block and number of blocks, on whatever device they are.",
+    ),
+    _counter("vllm:prompt_tokens_total", _ENGINE, "Prompt tokens of requests taken in.", "tokens"),
+    _counter("vllm:generation_tokens_total", _ENGINE, "Tokens generated.", "tokens"),
+    _counter(
+        "vllm:prompt_tokens_by_source_total",
+        ("model_name", "source"),
+        "Prompt tokens by where their KV came from: local_compute, local_cache_hit or "
+        "external_kv_transfer.",
+        "tokens",
+    ),
+    _counter(
+        "vllm:prefix_cache_queries_total",
+        _ENGINE,
+        "Prompt tokens looked up in the prefix cache.",
+        "tokens",
+    ),
+    _counter(
+        "vllm:prefix_cache_hits_total",
+        _ENGINE,
+        "Prompt tokens found in the prefix cache.",
+        "tokens",
+    ),
+    _counter(
+        "vllm:num_preemptions_total", _ENGINE, "Times a running request lost its blocks to another."
+    ),
+    _counter(
+        "vllm:request_success_total",
+        ("model_name", "finished_reason"),
+        "Requests that ended, by reason: stop, length, cancelled or error.",
+    ),
+    _tokens(
+        "vllm:iteration_tokens_total",
+        _ENGINE,
+        "Tokens computed by one step, prompt and output together.",
+        ITERATION_BUCKETS,
+    ),
+    _seconds(
+        "vllm:time_to_first_token_seconds",
+        _ENGINE,
+        "From the engine's receipt of a request to its first token.",
+        TTFT_BUCKETS,
+    ),
+    _seconds(
+        "vllm:inter_token_latency_seconds",
+        _ENGINE,
+        "Gap between two tokens of one request, in the engine.",
+        ITL_BUCKETS,
+    ),
+    _seconds(
+        "vllm:request_time_per_output_token_seconds",
+        _ENGINE,
+        "Mean gap between a request's tokens, in the engine.",
+        ITL_BUCKETS,
+    ),
+    _seconds(
+        "vllm:e2e_request_latency_seconds",
+        _ENGINE,
+        "From the engine's receipt of a request to its last token.",
+    ),
+    _seconds(
+        "vllm:request_queue_time_seconds", _ENGINE, "From receipt to the first step with a request."
+    ),
+    _seconds(
+        "vllm:request_prefill_time_seconds",
+        _ENGINE,
+        "From a request's first step to its first token.",
+    ),
+    _seconds(
+        "vllm:request_decode_time_seconds", _ENGINE, "From a request's first token to its last."
+    ),
+    _seconds(
+        "tailrace_engine_step_seconds",
+        ("model", "role"),
+        "One engine step: plan, forward pass, sampling, commit.",
+        STEP_BUCKETS,
+    ),
+    # Requests as the client sees them, measured at the gateway.
+    _counter(
+        "tailrace_requests_total",
+        ("model", "tier", "code"),
+        "Requests answered, by HTTP status. 499: the client went away first.",
+    ),
+    _seconds("tailrace_request_duration_seconds", _TIER, "From arrival to the last byte."),
+    _seconds(
+        "tailrace_request_ttft_seconds",
+        ("model", "tier", "streaming"),
+        "From arrival to the first token sent (streaming) or known (not streaming).",
+        TTFT_BUCKETS,
+    ),
+    _seconds(
+        "tailrace_request_itl_seconds",
+        _TIER,
+        "Gap between two tokens of one stream.",
+        ITL_BUCKETS,
+    ),
+    _seconds(
+        "tailrace_request_tpot_seconds",
+        _TIER,
+        "Mean gap between a request's tokens, the first excepted.",
+        ITL_BUCKETS,
+    ),
+    _tokens("tailrace_request_input_tokens", _TIER, "Prompt tokens of a request."),
+    _tokens("tailrace_request_output_tokens", _TIER, "Tokens generated for a request."),
+    _tokens(
+        "tailrace_request_cached_tokens",
+        _TIER,
+        "Prompt tokens of a request that nobody computed for it.",
+    ),
+    _gauge("tailrace_requests_inflight", _MODEL, "Requests between arrival and last byte."),
+    _counter(
+        "tailrace_client_disconnects_total",
+        ("model", "phase"),
+        "Clients that went away before their answer was complete, by the phase they left in.",
+    ),
+    _seconds(
+        "tailrace_request_phase_seconds",
+        ("model", "tier", "phase"),
+        "Time a request spent in one phase: " + ", ".join(PHASES) + ".",
+    ),
+    # Admission.
+    _gauge("tailrace_queue_size", _TIER, "Requests waiting for admission."),
+    _seconds(
+        "tailrace_queue_duration_seconds",
+        ("model", "tier", "outcome"),
+        "Wait for admission, by how it ended: dispatched, rejected_capacity, "
+        "rejected_no_endpoints, evicted_ttl, evicted_cancelled or preempted.",
+    ),
+    _counter(
+        "tailrace_admission_rejections_total",
+        ("model", "reason"),
+        "Requests refused before any work was done for them.",
+    ),
+    # Prefill and decode on separate replicas.
+    _counter(
+        "tailrace_pd_decisions_total",
+        ("model", "decision", "reason"),
+        "Where a prompt was computed: disaggregated, local or combined, and why.",
+    ),
+    _seconds(
+        "tailrace_kv_transfer_seconds",
+        ("model", "connector"),
+        "From the first KV chunk asked for to the commit of the last one.",
+        TRANSFER_BUCKETS,
+    ),
+    _counter(
+        "tailrace_kv_transfer_bytes_total",
+        ("model", "connector"),
+        "KV bytes received from other replicas.",
+        "bytes",
+    ),
+    _counter(
+        "tailrace_kv_transfer_failures_total",
+        ("model", "stage", "reason"),
+        "KV that never arrived or arrived wrong, by stage: offer, chunk, checksum, final or lease.",
+    ),
+    _counter(
+        "tailrace_kv_checksum_mismatches_total",
+        _MODEL,
+        "KV chunks whose bytes were not those sent.",
+    ),
+    _gauge(
+        "tailrace_kv_leases_active", _MODEL, "Exports whose blocks are held for another replica."
+    ),
+    _counter(
+        "tailrace_kv_leases_expired_total",
+        _MODEL,
+        "Leases that ended by their deadline because nobody renewed or released them.",
+    ),
+    _gauge(
+        "tailrace_kv_leaked_blocks",
+        _MODEL,
+        "Blocks held by no request, lease or prefix. Anything but 0 is a defect.",
+        "blocks",
+    ),
+    _counter(
+        "tailrace_prefill_fallbacks_total",
+        ("model", "action"),
+        "Prompts whose remote prefill failed, by what was done: other_replica, local or refused.",
+    ),
+)
+
+CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
+"""Every metric there is, by name."""
+
+assert len(CATALOGUE) == len(_DECLARED), "a metric is declared twice"
