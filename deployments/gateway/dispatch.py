@@ -54,8 +54,8 @@ class ReplicaDirectory(Protocol):
 
     def replicas(self) -> Mapping[str, Mapping[str, Any]]: ...
 
-    async def changed(self) -> None:
-        """Wait for the next change."""
+    async def changed(self, seen: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Wait until the running set is no longer the snapshot `seen`."""
         ...
 
 
@@ -100,6 +100,10 @@ class ClusterStream:
         self._unfinished = set(range(n))
         self._cached_tokens: int | None = None
         self._closed = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.num_tokens
 
     @property
     def remaining_s(self) -> float | None:
@@ -341,10 +345,11 @@ class ModelClient:
 
     async def _appears(self, replica: str) -> Mapping[str, Any]:
         while True:
-            metadata = self.directory.replicas().get(replica)
+            snapshot = self.directory.replicas()
+            metadata = snapshot.get(replica)
             if metadata is not None:
                 return metadata
-            await self.directory.changed()
+            await self.directory.changed(snapshot)
 
     def release(self, grant: Grant | None) -> None:
         if grant is not None:
@@ -353,10 +358,13 @@ class ModelClient:
     def opened(self, leg: _Leg) -> None:
         self._legs[leg.link, leg.stream_id] = leg
         self._holds.begin(leg.replica)
+        tokens = leg.stream.num_prompt_tokens
+        self._chooser.begin(leg.replica, str(leg.stream_id), tokens)
 
     def closed(self, leg: _Leg) -> None:
         if self._legs.pop((leg.link, leg.stream_id), None) is not None:
             self._holds.end(leg.replica)
+            self._chooser.end(leg.replica, str(leg.stream_id))
             self.release(leg.grant)
 
     def _on_message(self, link: Link, message: list[Any]) -> None:
@@ -385,7 +393,8 @@ class ModelClient:
     async def _watch(self) -> None:
         """Tell replicas that Serve dropped: no gateway sends them new work."""
         while True:
-            now = {r: m["link"] for r, m in self.directory.replicas().items() if "link" in m}
+            snapshot = self.directory.replicas()
+            now = {r: m["link"] for r, m in snapshot.items() if "link" in m}
             for replica, address in self._known.items():
                 if replica not in now:
                     self._dropped[replica] = address
@@ -393,7 +402,7 @@ class ModelClient:
             for replica in now:
                 self._dropped.pop(replica, None)
             self._known = now
-            await self.directory.changed()
+            await self.directory.changed(snapshot)
 
     async def _say_goodbye(self, replica: str, address: str) -> None:
         try:

@@ -107,11 +107,12 @@ class ClusterModels:
     async def _load(self, name: str, client: ModelClient) -> ModelInfo:
         metadata: dict[str, Any] = {}
         while not metadata:
-            for candidate in client.directory.replicas().values():
+            snapshot = client.directory.replicas()
+            for candidate in snapshot.values():
                 if "source" in candidate:
                     metadata = dict(candidate)
             if not metadata:
-                await client.directory.changed()
+                await client.directory.changed(snapshot)
         try:
             text: TextModel = await asyncio.to_thread(load_text, metadata["source"])
         except EngineError:

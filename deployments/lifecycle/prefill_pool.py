@@ -51,9 +51,7 @@ class PrefillPool:
         """See `RemotePrefill`. Skips replicas that failed a moment ago."""
         replicas = self._source.replicas()
         self._chooser.set_replicas(replicas.keys())
-        return self._chooser.choose(
-            time.monotonic(), excluding=frozenset(() if excluding is None else (excluding,))
-        )
+        return self._chooser.choose(time.monotonic(), () if excluding is None else (excluding,))
 
     async def pull(
         self,

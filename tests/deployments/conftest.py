@@ -30,8 +30,9 @@ class FakeDirectory:
     def replicas(self) -> Mapping[str, Mapping[str, Any]]:
         return self._replicas
 
-    async def changed(self) -> None:
-        await self._changed.wait()
+    async def changed(self, seen=None) -> None:
+        if seen is None or seen is self._replicas:
+            await self._changed.wait()
 
     def put(self, replica: str, link: str) -> None:
         self._replicas = {**self._replicas, replica: {"link": link}}
