@@ -33,6 +33,7 @@ def stream(tokenizer: Tokenizer, groups: list[list[int]], skip: bool) -> str:
 id_groups = st.lists(st.lists(st.integers(0, 600), max_size=4), max_size=12)
 
 
+@settings(deadline=None)
 @given(id_groups, st.booleans())
 def test_pushes_and_flush_make_the_full_decode_of_random_bytes(groups: list[list[int]], skip: bool):
     ids = [i for group in groups for i in group]
@@ -53,6 +54,7 @@ def test_pushes_and_flush_make_the_full_decode_of_random_tokens(
 spellable = st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs", "Cc"))
 
 
+@settings(deadline=None)
 @given(st.text(spellable, max_size=30))
 def test_text_appears_character_by_character_and_never_broken(smollm2: TextModel, text: str):
     detokenizer = Detokenizer(smollm2.tokenizer)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import SamplingParams
@@ -70,6 +70,7 @@ def test_another_replica_continues_at_the_same_character(split: int):
     assert [first.push([i], False) for i in rest] == [second.push([i], False) for i in rest]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(90, 99), max_size=3), max_size=8))
 def test_shown_text_does_not_depend_on_how_tokens_are_grouped(groups: list[list[int]]):
     grouped, single = make_stream(stop=("ab", "bcd")), make_stream(stop=("ab", "bcd"))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.stop import StopStrings
@@ -18,6 +18,7 @@ def by_definition(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+@settings(deadline=None)
 @given(st.lists(few_letters, max_size=6), stop_lists)
 def test_output_depends_on_the_text_alone_and_never_holds_a_stop_string(
     pushes: list[str], stops: list[str]
@@ -31,6 +32,7 @@ def test_output_depends_on_the_text_alone_and_never_holds_a_stop_string(
     assert (shown, stopped) == by_definition("".join(pushes), stops)
 
 
+@settings(deadline=None)
 @given(few_letters, stop_lists)
 def test_exactly_the_longest_beginning_of_a_stop_string_is_held(text: str, stops: list[str]):
     shown, stopped = StopStrings(stops).push(text)

@@ -81,6 +81,7 @@ def test_smollm2_encodes_any_text_as_published(
     assert smollm2.tokenizer.decode(ids) == published_smollm2.decode(ids)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 49_151), max_size=20))
 def test_smollm2_decodes_any_tokens_as_published(
     smollm2: TextModel, published_smollm2: tokenizers.Tokenizer, ids: list[int]
@@ -95,6 +96,16 @@ def test_smollm2_knows_its_special_tokens(smollm2: TextModel):
     assert tokenizer.bos_token_id == 1
     assert tokenizer.special_ids == frozenset(range(17))
     assert tokenizer.encode("hi", add_special_tokens=True) == tokenizer.encode("hi")
+
+
+@pytest.mark.parametrize("text", [*CORPUS, " " * 1000, "<|endoftext|>" * 3])
+def test_a_text_never_takes_fewer_tokens_than_foretold(smollm2: TextModel, text: str):
+    assert smollm2.tokenizer.fewest_tokens(text) <= len(smollm2.tokenizer.encode(text))
+    assert byte_tokenizer().fewest_tokens(text) <= len(byte_tokenizer().encode(text))
+
+
+def test_a_text_beyond_any_context_is_foretold(smollm2: TextModel):
+    assert smollm2.tokenizer.fewest_tokens(" " * (1 << 20)) > 8192
 
 
 def test_digits_are_single_tokens_for_smollm2(smollm2: TextModel):

@@ -97,8 +97,12 @@ def write_model(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(3)
     for key, value in (metadata or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        (writer.add_float32 if isinstance(value, float) else add)(key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
     for name, data in tensors.items():
         layer, _, part = name.removeprefix("layers.").partition(".")
         if name.startswith("layers."):
