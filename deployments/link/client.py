@@ -126,8 +126,16 @@ class Dialer:
                         peer.last.reason,
                     )
                 peer.dialling = asyncio.create_task(self._dial(address, peer, expect_id))
-            # Shielded: one caller's cancellation must not cost the others their link.
-            link = await asyncio.shield(peer.dialling)
+                peer.dialling.add_done_callback(_retrieve)
+            dialling = peer.dialling
+            try:
+                # Shielded: one caller's cancellation must not cost the others their link.
+                link = await asyncio.shield(dialling)
+            except asyncio.CancelledError:
+                if not dialling.cancelled():
+                    raise
+                reason = CloseReason(CloseCode.CLOSED, "forgotten while dialling")
+                raise LinkDown(f"no link to {address}: {reason}", reason) from None
         if expect_id is not None and link.peer_id != expect_id:
             reason = CloseReason(CloseCode.UNEXPECTED_PEER, f"{address} is {link.peer_id!r} now")
             raise LinkDown(f"{expect_id!r} is gone: {reason}", reason)
@@ -174,6 +182,12 @@ class Dialer:
             peer.dialling = None
         peer.link, peer.failures, peer.last = link, 0, None
         return link
+
+
+def _retrieve(task: asyncio.Task[Link]) -> None:
+    """A failure that nobody waits for any more is no event of the loop's."""
+    if not task.cancelled():
+        task.exception()
 
 
 class KeptLink:

@@ -394,6 +394,17 @@ async def test_one_callers_cancellation_costs_the_others_nothing(make_pair: Any)
     await dialer.close()
 
 
+async def test_forgetting_an_address_while_it_is_dialled_is_a_link_down(make_pair: Any) -> None:
+    pair = await make_pair()
+    dialer = Dialer(SECRET, "gateway", "gateway-2", HANDLERS)
+    caller = asyncio.create_task(dialer.get(pair.server.address))
+    await asyncio.sleep(0)
+    dialer.forget(pair.server.address)
+    with pytest.raises(LinkDown, match="forgotten while dialling"):
+        await caller
+    await dialer.close()
+
+
 def test_backoff_doubles_up_to_its_bound() -> None:
     backoff = Backoff(first_s=0.1, max_s=0.5)
     assert [backoff.after(n) for n in (1, 2, 3, 4, 99)] == [0.1, 0.2, 0.4, 0.5, 0.5]
