@@ -159,8 +159,9 @@ def parse(text: str, *, source: str) -> Document:
     Raises:
         ConfigError: malformed, empty, not a mapping, or a key written twice.
     """
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{source}: the file is empty; it needs at least `applications:`")
@@ -184,7 +185,8 @@ def parse(text: str, *, source: str) -> Document:
     except ValueError as error:  # a scalar such as 2024-13-45 that YAML takes for a date
         raise ConfigError(f"{source}: not YAML: {error}; put the value in quotes") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(data, dict):
         raise ConfigError(
             f"{source}:1:1: a {type(data).__name__}, not a mapping; "

@@ -72,6 +72,8 @@ def free_range(size: int, *, avoid: list[int]) -> tuple[int, int]:
     """First and last port of `size` consecutive free ones, none of them in `avoid`."""
     for first in _candidates():
         block = range(first, first + size)
+        if block.stop > _HIGH:
+            continue
         if not any(port in block for port in avoid) and all(map(_is_free, block)):
             return block[0], block[-1]
     raise ClusterError(f"no {size} consecutive free ports above {_LOW}; end something")

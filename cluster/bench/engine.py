@@ -1,0 +1,126 @@
+"""`tailrace bench engine`: one engine, no cluster, beside the limit its linear layers set."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.bench.engine_worker import EngineJob
+from cluster.bench.summary import significant
+from cluster.errors import ClusterError
+from engine.errors import ConfigError
+
+Say = Callable[[str], None]
+
+RATES = ("prefill_512_tok_s", "decode_1_tok_s", "decode_16_tok_s")
+
+
+def bench_engine(
+    source: str,
+    *,
+    dtype: str = "auto",
+    threads: int = 2,
+    repeats: int = 5,
+    starts: int = 3,
+    max_chunk_tokens: int | None = None,
+    say: Say,
+) -> dict[str, Any]:
+    """Measure in processes with a fixed number of threads. Medians of `repeats` and `starts`.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+        ClusterError: the measuring process died.
+    """
+
+    def job(repeats: int) -> EngineJob:
+        return EngineJob(
+            source=source,
+            dtype=dtype,
+            threads=threads,
+            repeats=repeats,
+            spawned_s=time.monotonic(),
+            max_chunk_tokens=max_chunk_tokens,
+        )
+
+    started: list[float] = []
+    for i in range(starts):
+        started.append(_run(job(0), threads)["startup_s"])
+        say(f"start {i + 1} of {starts}: {started[-1]:.2f} s")
+    say(f"measuring, {repeats} times")
+    measured = _run(job(repeats), threads)
+    return assemble(source, started, measured)
+
+
+def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) -> dict[str, Any]:
+    """The command's one JSON object. Limits are None for a model without linear layers."""
+    out: dict[str, Any] = {
+        "model": source,
+        "dtype": measured["dtype"],
+        "threads": measured["num_threads"],
+        "torch": measured["torch"],
+        "cpu_flags": measured["cpu_flags"],
+        "max_chunk_tokens": measured["max_chunk_tokens"],
+        "startup_s": significant(statistics.median(started)),
+    }
+    for name in RATES:
+        out[name] = significant(measured[name])
+        limit = measured.get(f"{name}_limit")
+        out[f"{name}_limit"] = None if limit is None else significant(limit)
+    out["samples"] = {
+        "startup_s": [significant(value) for value in started],
+        **{
+            name: [significant(value) for value in values]
+            for name, values in measured["samples"].items()
+        },
+    }
+    return out
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """For people: each rate, its limit, and how much of the limit is reached."""
+    lines = [
+        f"{result['model']}  {result['dtype']}  {result['threads']} threads  "
+        f"torch {result['torch']}",
+        f"start-up                {result['startup_s']:8.2f} s",
+    ]
+    labels = {
+        "prefill_512_tok_s": "prefill, 512 tokens",
+        "decode_1_tok_s": "decode, batch 1",
+        "decode_16_tok_s": "decode, batch 16",
+    }
+    for name, label in labels.items():
+        line = f"{label:22}{result[name]:10.1f} tokens/s"
+        limit = result[f"{name}_limit"]
+        if limit is not None:
+            share = 100 * result[name] / limit
+            line += f"   {share:3.0f} % of its linear layers alone ({limit:.1f})"
+        lines.append(line)
+    return lines
+
+
+def _run(job: EngineJob, threads: int) -> dict[str, Any]:
+    # Before torch is imported: its thread pool reads this once.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    child = subprocess.run(
+        [sys.executable, "-m", "cluster.bench.engine_worker"],
+        input=job.to_json(),
+        stdout=subprocess.PIPE,
+        stderr=None,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if child.returncode != 0 or not child.stdout.strip():
+        raise ClusterError(
+            f"the measuring process ended with status {child.returncode}; its last words are above"
+        )
+    result = json.loads(child.stdout.splitlines()[-1])
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result

@@ -1,0 +1,210 @@
+"""Measures one engine in a process of its own: `python -m cluster.bench.engine_worker`.
+
+Takes an `EngineJob` as JSON on standard input, prints one JSON object. Imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.bench.limit import LinearLayers
+    from engine.build import BuiltEngine
+
+DECODE_PROMPT_TOKENS = 32
+DECODE_TOKENS = 128
+PREFILL_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """What to measure. Times are `time.monotonic()`, which processes of one host share."""
+
+    source: str
+    dtype: str
+    threads: int
+    repeats: int
+    """0: only the start-up."""
+
+    spawned_s: float
+    max_chunk_tokens: int | None = None
+    """None: the engine's own default."""
+
+    prefill_tokens: int = PREFILL_TOKENS
+    decode_prompt_tokens: int = DECODE_PROMPT_TOKENS
+    decode_tokens: int = DECODE_TOKENS
+    batches: tuple[int, ...] = (1, 16)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineJob:
+        values = json.loads(text)
+        return cls(**{**values, "batches": tuple(values["batches"])})
+
+
+def measure(job: EngineJob) -> dict[str, Any]:
+    """Build the engine and run what the job asks for.
+
+    Rates of the model and of its linear layers alone are taken in turn, so that a machine whose
+    speed drifts is equally unkind to both.
+    """
+    built = _build(job)
+    startup_s = time.monotonic() - job.spawned_s
+    out: dict[str, Any] = {"startup_s": startup_s}
+    if job.repeats == 0:
+        return out
+    import torch
+
+    model = built.model
+    architecture = getattr(model, "architecture", None)
+    limit = None
+    if architecture is not None:
+        from cluster.bench.limit import LinearLayers
+
+        limit = LinearLayers(architecture, getattr(torch, model.layout.dtype))
+    bench = _Bench(built, limit, random.Random(0))
+    bench.prefill(job.prefill_tokens)
+    for batch in job.batches:
+        bench.decode(batch, job.decode_prompt_tokens, 8)
+    rates: dict[str, list[float]] = {}
+    for _ in range(job.repeats):
+        bench.take(
+            rates, f"prefill_{job.prefill_tokens}", lambda: bench.prefill(job.prefill_tokens)
+        )
+        for batch in job.batches:
+            bench.take(
+                rates,
+                f"decode_{batch}",
+                lambda batch=batch: bench.decode(
+                    batch, job.decode_prompt_tokens, job.decode_tokens
+                ),
+            )
+    built.engine.check()
+    out["samples"] = rates
+    for name, values in rates.items():
+        out[name] = statistics.median(values)
+    out["dtype"] = model.layout.dtype
+    out["num_threads"] = torch.get_num_threads()
+    out["torch"] = torch.__version__
+    capabilities = torch.cpu.get_capabilities()
+    out["cpu_flags"] = sorted(name for name, present in capabilities.items() if present is True)
+    out["max_chunk_tokens"] = built.engine.config.scheduler.max_chunk_tokens
+    return out
+
+
+def _build(job: EngineJob) -> BuiltEngine:
+    from engine.build import build_engine
+    from engine.config import EngineConfig, ModelConfig, SchedulerConfig
+    from engine.text.text_model import load_text
+
+    scheduler = SchedulerConfig()
+    if job.max_chunk_tokens is not None:
+        scheduler = SchedulerConfig(
+            max_chunk_tokens=job.max_chunk_tokens,
+            max_step_tokens=max(job.max_chunk_tokens, scheduler.max_step_tokens),
+        )
+    config = EngineConfig(
+        model=ModelConfig(name="bench", source=job.source, dtype=job.dtype),  # pyright: ignore[reportArgumentType]
+        scheduler=scheduler,
+        num_threads=job.threads,
+    )
+    return build_engine(config, load_text(job.source).tokenizer)
+
+
+class _Bench:
+    """Drives one engine's steps on this thread."""
+
+    def __init__(self, built: BuiltEngine, limit: LinearLayers | None, rng: random.Random) -> None:
+        self._engine = built.engine
+        self._limit = limit
+        self._rng = rng
+        self._count = 0
+        self._passes: list[tuple[int, int]] = []
+        """`(rows, sampled)` of the passes that the last measurement timed."""
+
+    def take(self, rates: dict[str, list[float]], name: str, measured: Any) -> None:
+        """One measurement, and the same passes through the linear layers alone."""
+        num_tokens, seconds = measured()
+        rates.setdefault(f"{name}_tok_s", []).append(num_tokens / seconds)
+        if self._limit is None:
+            return
+        for rows, sampled in set(self._passes):
+            self._limit.run(rows, sampled)
+        started = time.perf_counter()
+        for rows, sampled in self._passes:
+            self._limit.run(rows, sampled)
+        limit_s = time.perf_counter() - started
+        rates.setdefault(f"{name}_tok_s_limit", []).append(num_tokens / limit_s)
+
+    def prefill(self, num_tokens: int) -> tuple[int, float]:
+        """Tokens of one prompt that nobody has seen, and the seconds until its first token."""
+        self._passes = []
+        self._submit(num_tokens, max_tokens=1)
+        started = time.perf_counter()
+        finished = 0
+        while not finished:
+            finished = self._step()
+        return num_tokens, time.perf_counter() - started
+
+    def decode(self, batch: int, prompt_tokens: int, max_tokens: int) -> tuple[int, float]:
+        """Tokens that come after everyone's first, and the seconds they take."""
+        ids = {self._submit(prompt_tokens, max_tokens=max_tokens) for _ in range(batch)}
+        waiting = set(ids)
+        while waiting:
+            step = self._engine.step()
+            assert step is not None, "the engine stopped in the middle of a batch"
+            waiting -= {output.request_id for output in step.outputs}
+        self._passes = []
+        started = time.perf_counter()
+        num_tokens, finished = 0, 0
+        while finished < len(ids):
+            step = self._engine.step()
+            assert step is not None, "the engine stopped in the middle of a batch"
+            num_tokens += len(step.outputs)
+            finished += sum(output.finish is not None for output in step.outputs)
+            self._passes.append((step.num_tokens, len(step.outputs)))
+        return num_tokens, time.perf_counter() - started
+
+    def _step(self) -> int:
+        step = self._engine.step()
+        assert step is not None, "the engine stopped in the middle of a prompt"
+        self._passes.append((step.num_tokens, len(step.outputs)))
+        return sum(output.finish is not None for output in step.outputs)
+
+    def _submit(self, prompt_tokens: int, *, max_tokens: int) -> str:
+        from engine.request import Request, SamplingParams
+
+        self._count += 1
+        request_id = f"bench-{self._count}"
+        vocab = self._engine.vocab_size
+        self._engine.submit(
+            Request(
+                request_id=request_id,
+                prompt_ids=tuple(self._rng.randrange(vocab) for _ in range(prompt_tokens)),
+                params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            )
+        )
+        return request_id
+
+
+def main() -> None:
+    from engine.errors import EngineError
+
+    job = EngineJob.from_json(sys.stdin.read())
+    try:
+        result = measure(job)
+    except EngineError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
