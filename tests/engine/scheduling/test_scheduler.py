@@ -353,15 +353,66 @@ def test_an_urgent_request_preempts_even_behind_an_aged_one_that_cannot():
 
 
 def test_what_one_request_gave_up_is_not_handed_back_in_the_same_step():
-    s = make_scheduler(num_blocks=6, max_running_requests=3)
-    s.add(make_request("x", 4, priority=9), 0.0)
-    s.add(make_request("y", 12, priority=9), 0.0)
+    s = make_scheduler(num_blocks=8, max_running_requests=3, ageing_s=10.0)
+    s.add(make_request("big", 11, priority=5), 0.0)
+    s.add(make_request("small", 3, priority=9), 0.0)
+    step(s, 0.0)
+    s.add(make_request("old", 16, priority=9), 0.0)  # lacks a block, and ages
+    s.add(make_request("urgent", 20, priority=0), 100.0)
+    plan = step(s, 100.0)
+    # Two blocks are left over. "small" would fit, and stands in front of "old" now.
+    assert (plan.preempted, ids(plan.chunks)) == (("small", "big"), ["urgent"])
+    assert ids(step(s, 100.0).entered) == ["small"]
+
+
+def test_time_waited_before_a_preemption_still_counts():
+    s = make_scheduler(max_running_requests=1, ageing_s=10.0)
+    s.add(make_request("a", max_tokens=2), 0.0)
+    step(s, 0.0)
+    s.add(make_request("batch", priority=3), 0.0)
+    step(s, 9.0)  # a ends
+    assert ids(step(s, 10.0).chunks) == ["batch"]
+    s.add(make_request("urgent", priority=0, max_tokens=1), 12.0)
+    s.add(make_request("other", priority=2), 12.0)
+    assert step(s, 12.0).preempted == ("batch",)
+    assert ids(step(s, 12.0).chunks) == ["batch"]  # aged from 3 to 2, and arrived earlier
+
+
+def test_a_request_put_back_does_not_hide_an_older_one_behind_it():
+    s = make_scheduler(max_running_requests=1, ageing_s=10.0)
+    s.add(make_request("background", priority=9, max_tokens=3), 0.0)
+    step(s, 0.0)
+    s.add(make_request("old", priority=9), 0.0)
+    s.add(make_request("urgent", priority=0, max_tokens=1), 100.0)
+    s.add(make_request("fresh", priority=1), 100.0)
+    assert ids(step(s, 100.0).chunks) == ["urgent"]
+    # "old" has aged to -1. "background" goes first among theirs, and so does as if it had, too.
+    assert [ids(step(s, 100.0).chunks) for _ in range(3)] == [
+        ["background"],
+        ["background"],
+        ["old"],
+    ]
+
+
+def test_a_step_whose_only_request_preempted_itself_still_admits():
+    s = make_scheduler(num_blocks=5)
+    s.add(make_request("import", 8), 0.0, remote=True)
+    s.add(make_request("background", 8, priority=9), 0.0)
     step(s)
-    s.add(make_request("urgent", 5, priority=0), 0.0)
+    s.add(make_request("urgent", 8, priority=0), 0.0)
     plan = step(s)
-    assert plan.preempted == ("y",)
-    assert "y" not in ids(plan.chunks)
-    assert not set(plan.preempted) & set(ids(plan.entered))
+    assert (plan.preempted, ids(plan.chunks)) == (("background",), ["urgent"])
+
+
+def test_nobody_is_preempted_for_a_slot_that_would_not_come_free():
+    s = make_scheduler(max_chunk_tokens=2)
+    s.add(make_request("held", 8), 0.0, hold_until=30.0)
+    s.add(make_request("held too", 8), 0.0, hold_until=30.0)
+    s.add(make_request("background", 8, priority=9), 0.0)
+    step(s)
+    s.config = SchedulerConfig(max_running_requests=2, max_chunk_tokens=2)
+    s.add(make_request("urgent", 8, priority=0), 0.0)
+    assert step(s).preempted == ()
 
 
 # How a request ends
