@@ -5,10 +5,10 @@
 in the controller and pickles its classes into every proxy.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve reads the builders' annotations as classes.
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from deployments.decode import Decode
 from deployments.gateway.deployment import Gateway
@@ -18,6 +18,22 @@ from deployments.settings import GatewayArgs, LinkArgs, ModelArgs, PoolSettings
 __all__ = ["GatewayArgs", "LinkArgs", "ModelArgs", "PoolSettings", "gateway", "model"]
 
 ROUTER = "deployments.routing.replicas:DirectoryRouter"
+
+
+@serve.deployment(
+    name="Root",
+    autoscaling_config={"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1},
+    ray_actor_options={"num_cpus": 0},
+)
+class Root:
+    """Root of a model application. Nobody calls it, so it stays at zero replicas.
+
+    It is there because Serve refuses a custom request router, which the pools need, on the root
+    deployment of any application where HAProxy is on.
+    """
+
+    def __init__(self, decode: DeploymentHandle) -> None:
+        del decode
 
 
 def gateway(args: GatewayArgs) -> serve.Application:
@@ -31,6 +47,6 @@ def model(args: ModelArgs) -> serve.Application:
     wire = args.model_dump()
     decode = Decode.options(request_router_config=router)
     if not args.prefill:
-        return decode.bind(wire, None)
+        return Root.bind(decode.bind(wire, None))
     prefill = Prefill.options(request_router_config=router)
-    return decode.bind(wire, prefill.bind(wire))
+    return Root.bind(decode.bind(wire, prefill.bind(wire)))

@@ -59,7 +59,7 @@ class GatewayProcess:
         await self.models.close()
 
     def _connect(self, app: str) -> ModelClient:
-        handle = serve.get_app_handle(app)
+        handle = serve.get_deployment_handle("Decode", app_name=app)
         directory = Directory.of(app, "Decode")
         directory.watch(handle)
 
