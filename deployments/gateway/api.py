@@ -36,6 +36,7 @@ from deployments.gateway.schemas import (
 )
 from deployments.gateway.state import GatewayState
 from deployments.gateway.work import Generation
+from deployments.metrics import CONTENT_TYPE
 from engine.errors import EngineError, RequestError
 
 _BODIES: tuple[type[BaseModel], ...] = (
@@ -82,8 +83,9 @@ async def _completion(backend: Backend, config: GatewayConfig, body: bytes) -> P
 
 
 def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool = True) -> FastAPI:
-    """The application. `get_state` is asked at every request, so the app can be built at import,
-    before there is a state, and pickled.
+    """The application. `get_state` is asked at every request: the app may exist before its state.
+
+    Built in the process that serves it: an app cannot be unpickled (starlette's State recurses).
 
     `echo_request_id=False` where the server in front (Ray Serve) adds `x-request-id` itself.
     """
@@ -165,8 +167,7 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
 
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
-        text = get_state().metrics.render()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 
     app.openapi = lambda: _openapi(app)
     return app

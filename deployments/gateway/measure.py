@@ -8,10 +8,10 @@ tokens of the second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from deployments.gateway.prepare import TIER
 from deployments.link.messages import StreamEvent, Usage
+from deployments.metrics import Histogram, Registry
 
 REQUESTS = "tailrace_requests_total"
 DURATION = "tailrace_request_duration_seconds"
@@ -26,67 +26,54 @@ INFLIGHT = "tailrace_requests_inflight"
 DISCONNECTS = "tailrace_client_disconnects_total"
 
 
-class Metrics(Protocol):
-    """A registry. Names and label sets are those of the one metric catalogue."""
-
-    def inc(self, name: str, value: float = 1.0, **labels: str) -> None: ...
-
-    def set(self, name: str, value: float, **labels: str) -> None: ...
-
-    def observe(self, name: str, value: float, **labels: str) -> None: ...
-
-    def render(self) -> str:
-        """All of it in Prometheus' text format."""
-        ...
-
-
 class RequestMeter:
     """Reports one request."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self.model = "unknown"
         """A served model's name: clients' own inventions must not become label values."""
 
+    def _histogram(self, name: str, **labels: str) -> Histogram:
+        return self._registry.histogram(name, model=self.model, tier=TIER, **labels)
+
     def inflight(self, count: int) -> None:
-        self._metrics.set(INFLIGHT, count, model=self.model)
+        self._registry.gauge(INFLIGHT, model=self.model).set(count)
 
     def first_token(self, ttft_s: float, streaming: bool) -> None:
-        how = "true" if streaming else "false"
-        self._metrics.observe(TTFT, ttft_s, model=self.model, tier=TIER, streaming=how)
+        self._histogram(TTFT, streaming="true" if streaming else "false").observe(ttft_s)
 
-    def itl(self, gap_s: float) -> None:
-        self._metrics.observe(ITL, gap_s, model=self.model, tier=TIER)
+    def itl(self) -> Histogram:
+        """The series, for a stream to keep."""
+        return self._histogram(ITL)
 
     def finished(
         self, duration_s: float, ttft_s: float | None, usage: Usage, num_choices: int
     ) -> None:
-        labels = {"model": self.model, "tier": TIER}
-        metrics = self._metrics
-        metrics.observe(INPUT_TOKENS, usage.prompt_tokens, **labels)
-        metrics.observe(OUTPUT_TOKENS, usage.completion_tokens, **labels)
-        metrics.observe(CACHED_TOKENS, usage.cached_tokens, **labels)
+        self._histogram(INPUT_TOKENS).observe(usage.prompt_tokens)
+        self._histogram(OUTPUT_TOKENS).observe(usage.completion_tokens)
+        self._histogram(CACHED_TOKENS).observe(usage.cached_tokens)
         tokens = usage.completion_tokens / num_choices
         if ttft_s is not None and tokens > 1:
-            metrics.observe(TPOT, (duration_s - ttft_s) / (tokens - 1), **labels)
+            self._histogram(TPOT).observe((duration_s - ttft_s) / (tokens - 1))
 
     def disconnected(self, phase: str) -> None:
-        self._metrics.inc(DISCONNECTS, model=self.model, phase=phase)
+        self._registry.counter(DISCONNECTS, model=self.model, phase=phase).inc()
 
     def ended(self, code: str, duration_s: float, phases: Sequence[tuple[str, float]]) -> None:
         """`code` is the HTTP status, or that of a failure after 200 was sent; `phases` the seconds
         spent in each, which add up to the duration."""
-        self._metrics.inc(REQUESTS, model=self.model, tier=TIER, code=code)
-        self._metrics.observe(DURATION, duration_s, model=self.model, tier=TIER)
+        self._registry.counter(REQUESTS, model=self.model, tier=TIER, code=code).inc()
+        self._histogram(DURATION).observe(duration_s)
         for phase, seconds in phases:
-            self._metrics.observe(PHASE, seconds, model=self.model, tier=TIER, phase=phase)
+            self._histogram(PHASE, phase=phase).observe(seconds)
 
 
 class Pace:
     """Inter-token latency of one request's streams, one observation a write."""
 
     def __init__(self, meter: RequestMeter) -> None:
-        self._meter = meter
+        self._itl = meter.itl()
         self._last_s: dict[int, float] = {}
 
     def count(self, prompt: int, events: Sequence[StreamEvent], now_s: float) -> None:
@@ -102,4 +89,4 @@ class Pace:
             last_s = self._last_s.get(prompt)
             self._last_s[prompt] = now_s
             if last_s is not None:
-                self._meter.itl((now_s - last_s) / steps)
+                self._itl.observe((now_s - last_s) / steps)

@@ -342,6 +342,8 @@ def output_budget(
 def _check_prompt_length(
     info: ModelInfo, limits: Limits, prompt_tokens: int, param: str, at_least: str = ""
 ) -> None:
+    if not prompt_tokens and not at_least:
+        raise RequestError(f"the {param} has no tokens; send at least one", param=param)
     limit = info.max_context_tokens - 1  # room for one token of output
     name = f"{info.name} has a context of {info.max_context_tokens} tokens, output included"
     if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < limit:

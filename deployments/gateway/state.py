@@ -10,7 +10,7 @@ from typing import Any
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog
-from deployments.gateway.measure import Metrics
+from deployments.metrics import Registry
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class GatewayState:
     """Handed to the API by whoever owns the process; everything in it lives on one event loop."""
 
     backend: Backend
-    metrics: Metrics
+    metrics: Registry
     config: GatewayConfig = field(default_factory=GatewayConfig)
     log: EventLog = field(init=False)
     inflight: Counter[str] = field(default_factory=Counter[str])

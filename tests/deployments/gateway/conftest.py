@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from deployments.gateway.backend import ModelInfo
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent, TokenLogprob, Usage
+from deployments.metrics import Registry
 from engine.errors import RequestError
 from engine.request import FinishReason, Request
 from engine.text.text_model import load_text
@@ -138,32 +138,16 @@ class FakeBackend:
         return self.opened[-1][1]
 
 
-@dataclass
-class FakeMetrics:
-    """Sums and observations by name and labels."""
-
-    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(
-        default_factory=lambda: defaultdict(float)
-    )
-    seen: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def inc(self, name: str, value: float = 1.0, **labels: str) -> None:
-        self.values[name, tuple(sorted(labels.items()))] += value
-
-    def set(self, name: str, value: float, **labels: str) -> None:
-        self.values[name, tuple(sorted(labels.items()))] = value
-
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        self.seen[name].append(value)
-
-    def render(self) -> str:
-        return "".join(f"{name} {value}\n" for (name, _), value in self.values.items())
-
-    def total(self, name: str, **labels: str) -> float:
-        return self.values.get((name, tuple(sorted(labels.items()))), 0.0)
-
-
 class QuietServer(uvicorn.Server):
+    """Takes no signals and stops at once: uvicorn looks every 0.1 s whether it should."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -175,7 +159,7 @@ class Gateway:
 
     port: int
     backend: FakeBackend
-    metrics: FakeMetrics
+    metrics: Registry
     state: GatewayState
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
@@ -273,7 +257,7 @@ class Reply:
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:
-    backend, metrics = FakeBackend(), FakeMetrics()
+    backend, metrics = FakeBackend(), Registry()
     backend.serve("tiny")
     config = GatewayConfig.parse(
         {"models": [{"name": "tiny", "app": "tiny", "aliases": ["gpt-4o"]}]}
@@ -288,8 +272,8 @@ async def gateway() -> AsyncIterator[Gateway]:
     while not server.started:
         await asyncio.sleep(0.005)
     yield Gateway(sock.getsockname()[1], backend, metrics, state)
-    server.should_exit = True
     server.force_exit = True
+    server.stop.set()
     await task
     sock.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from deployments.gateway.events import replay
+from deployments.gateway.events import PHASES, replay
 from deployments.link.messages import StreamEvent, TokenLogprob, Usage
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason
@@ -397,10 +397,8 @@ async def test_an_error_midway_is_one_event_and_the_body_ends(
             "code": "kv_transfer_failed",
         }
     }
-    assert (
-        gateway.metrics.total("tailrace_requests_total", model="tiny", tier="default", code="503")
-        == 1
-    )
+    labels = {"model": "tiny", "tier": "default", "code": "503"}
+    assert gateway.metrics.counter("tailrace_requests_total", **labels).value == 1
 
 
 async def test_the_openai_client_raises_on_an_error_midway(gateway: Any, spell_words: Any) -> None:
@@ -453,21 +451,29 @@ async def test_the_request_log_replays_into_phases_that_add_up(gateway: Any) -> 
     assert (summary.model, summary.completion_tokens, summary.cached_tokens) == ("tiny", 4, 2)
 
 
-async def test_metrics_count_the_request_once_with_its_tokens(gateway: Any) -> None:
+async def test_metrics_count_the_request_once_with_its_tokens_and_phases(gateway: Any) -> None:
     await gateway.post("/v1/chat/completions", BODY | {"stream": True})
     await gateway.settle()
     labels = {"model": "tiny", "tier": "default"}
     metrics = gateway.metrics
-    assert metrics.total("tailrace_requests_total", **labels, code="200") == 1
-    assert metrics.seen["tailrace_request_output_tokens"] == [4]
-    assert metrics.seen["tailrace_request_cached_tokens"] == [2]
-    assert metrics.total("tailrace_requests_inflight", model="tiny") == 0
-    assert len(metrics.seen["tailrace_request_ttft_seconds"]) == 1
-    assert len(metrics.seen["tailrace_request_itl_seconds"]) == 3
-    assert len(metrics.seen["tailrace_request_tpot_seconds"]) == 1
-    (duration_s,) = metrics.seen["tailrace_request_duration_seconds"]
-    phases = metrics.seen["tailrace_request_phase_seconds"]
-    assert (len(phases), sum(phases)) == (5, pytest.approx(duration_s))
+    assert metrics.counter("tailrace_requests_total", **labels, code="200").value == 1
+    assert metrics.gauge("tailrace_requests_inflight", model="tiny").value == 0
+
+    def seen(name: str, **more: str) -> tuple[int, float]:
+        series = metrics.histogram(name, **labels, **more)
+        return series.count, series.sum
+
+    assert seen("tailrace_request_output_tokens") == (1, 4)
+    assert seen("tailrace_request_cached_tokens") == (1, 2)
+    assert seen("tailrace_request_ttft_seconds", streaming="true")[0] == 1
+    assert seen("tailrace_request_itl_seconds")[0] == 3
+    assert seen("tailrace_request_tpot_seconds")[0] == 1
+    phases = [seen("tailrace_request_phase_seconds", phase=phase) for phase in PHASES]
+    assert [count for count, _ in phases] == [1, 1, 1, 1, 1]
+    count, duration_s = seen("tailrace_request_duration_seconds")
+    assert (count, duration_s) == (1, pytest.approx(sum(seconds for _, seconds in phases)))
+    text = (await gateway.raw("GET", "/metrics")).body
+    assert b'tailrace_requests_total{model="tiny",tier="default",code="200"} 1\n' in text
 
 
 async def test_many_streams_at_once_keep_their_own_text(gateway: Any) -> None:
