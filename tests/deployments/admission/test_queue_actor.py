@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,12 +29,15 @@ SECRET = b"the secret of the test cluster!!"
 def ray_cluster() -> Iterator[Any]:
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
     yield ray
     ray.shutdown()
+    # Ray leaves its child processes to the garbage collector, which complains of each.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_the_named_actor_grants_restarts_with_a_higher_epoch_and_can_be_removed(
     ray_cluster: Any,
 ) -> None:

@@ -107,7 +107,7 @@ def front() -> Iterator[Any]:
     import ray
     from ray import serve
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
     yield serve.run(build_app(), name=APP, route_prefix=None)
     serve.shutdown()
     ray.shutdown()
