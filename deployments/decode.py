@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +18,27 @@ from deployments.admission.client import QueueReporter
 from deployments.engine_host import EngineHost
 from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
-from deployments.lifecycle.prefill_pool import PrefillPool
+from deployments.lifecycle.prefill_pool import PrefillPool, ReplicaSource
 from deployments.lifecycle.pull import PullClient
 from deployments.lifecycle.streams import StreamTable
 from deployments.link.client import Dialer
-from deployments.link.link import Link, LinkHandlers
+from deployments.link.link import Link, LinkDown, LinkHandlers
 from deployments.link.messages import Kind, Report
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
 from deployments.prefill import advertised
+from deployments.replica_metrics import ReplicaMetrics
 from deployments.routing.replicas import Directory
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
 from engine.outputs import StepOutput
+from engine.request import FinishReason
 from engine.transfer.manifest import Prefilled
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeService:
@@ -57,13 +64,15 @@ class DecodeService:
         self._dialer: Dialer | None = None
         self._prefill_holds: HoldKeeper | None = None
         self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
+        self.metrics = ReplicaMetrics(args.name, "decode", replica_id)
+        self._tasks: list[asyncio.Task[None]] = []
         self.streams = StreamTable(
             host.engine,
             self._lifecycle_config(settings),
             slots=settings.max_running_requests,
             remote=None,
             changed=self._report,
-            observe_pull=self._pulled,
+            observer=self,
         )
         self.holds = PairHolds(self._busy)
 
@@ -80,9 +89,13 @@ class DecodeService:
             ports=self._args.link.ports,
         )
         await self._server.start()
+        server = self._server
+        self._tasks.append(
+            asyncio.create_task(self.metrics.run(self._sample, lambda: server.links.values()))
+        )
         return self._server.address
 
-    def use_prefill(self, source: Any, holds: HoldKeeper) -> None:
+    def use_prefill(self, source: ReplicaSource, holds: HoldKeeper) -> None:
         """Send long prompts to the replicas of `source` from now on."""
         built = self.host.built
         assert built is not None
@@ -96,7 +109,7 @@ class DecodeService:
             "decode",
             self.replica_id,
             LinkHandlers(
-                on_message=pulls.on_message,
+                on_message=self._from_prefill,
                 on_payload=pulls.on_payload,
                 on_payload_done=pulls.on_payload_done,
                 on_close=pulls.on_close,
@@ -107,6 +120,7 @@ class DecodeService:
         self.pulls = pulls
         self._prefill_holds = holds
         self.streams.remote = PrefillPool(built, pulls, source, hold=holds)
+        self._tasks.append(asyncio.create_task(self._greet_prefills(source, self._dialer)))
 
     def report_to(self, reporter: QueueReporter) -> None:
         """Tell this model's admission queue what is alive here, now and after every change."""
@@ -126,6 +140,8 @@ class DecodeService:
         self._report()
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
         if self.reporter is not None:
             await self.reporter.close()
         if self._prefill_holds is not None:
@@ -165,7 +181,19 @@ class DecodeService:
             "log": list(self.streams.log)[-32:],
         }
 
-    def _pulled(self, prefilled: Prefilled, seconds: float) -> None:
+    def first_token(self, seconds: float) -> None:
+        self.metrics.first_token(seconds)
+
+    def gaps(self, seconds: Sequence[float]) -> None:
+        self.metrics.gaps(seconds)
+
+    def ended(
+        self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
+    ) -> None:
+        self.metrics.ended(finish, total_s, decode_s, num_tokens)
+
+    def pulled(self, prefilled: Prefilled, seconds: float) -> None:
+        self.metrics.pulled(prefilled, seconds)
         self._recent_pulls.append(
             {
                 "bytes": prefilled.num_bytes,
@@ -199,7 +227,33 @@ class DecodeService:
             return
         self.streams.on_message(link, message)
 
+    async def _greet_prefills(self, source: ReplicaSource, dialer: Dialer) -> None:
+        """Have a link to every prefill replica before the first prompt needs it."""
+        while True:
+            snapshot = source.replicas()
+            for replica, metadata in snapshot.items():
+                try:
+                    await dialer.get(metadata["link"], expect_id=replica)
+                except LinkDown as error:
+                    logger.info("no link to prefill %s yet: %s", replica, error)
+            await source.changed(snapshot)
+
+    def _from_prefill(self, link: Link, message: list[Any]) -> None:
+        if message[0] == Kind.SNAPSHOT:
+            if self._server is not None:
+                for gateway in list(self._server.links.values()):
+                    gateway.send(message)
+            return
+        assert self.pulls is not None
+        self.pulls.on_message(link, message)
+
+    def _sample(self) -> None:
+        self.metrics.sample_engine(self.host.engine.stats(), self._args.block_tokens)
+        mismatches = 0 if self.pulls is None else self.pulls.checksum_mismatches
+        self.metrics.sample_streams(self.streams.counters, mismatches)
+
     def _on_step(self, step: StepOutput) -> None:
+        self.metrics.step(step)
         self.streams.on_step(step)
 
     def _on_close(self, link: Link, reason: CloseReason) -> None:

@@ -16,6 +16,7 @@ from deployments.lifecycle.export import ExportServer
 from deployments.link.link import Link, LinkHandlers
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.replica_metrics import ReplicaMetrics
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
 from engine.cache.hashing import hash_chain, root_hash
@@ -45,14 +46,14 @@ class PrefillService:
             max_unacked_bytes=settings.max_unacked_bytes,
         )
         self.holds = PairHolds(self._busy)
+        self.metrics = ReplicaMetrics(host.engine.config.model.name, "prefill", replica_id)
+        self._tasks: list[asyncio.Task[None]] = []
         self._secret = secret
         self._server: LinkServer | None = None
-        self._leases: asyncio.Task[None] | None = None
 
     async def start(self, args: ModelArgs, advertise_host: str) -> str:
         """Listen and begin stepping. Returns the link's address."""
         self.host.start(self._on_step, self._on_failure)
-        self._leases = asyncio.create_task(self.host.expire_leases(self.exports.expired))
         self._server = LinkServer(
             self._secret,
             "prefill",
@@ -63,6 +64,11 @@ class PrefillService:
             ports=args.link.ports,
         )
         await self._server.start()
+        server = self._server
+        self._tasks = [
+            asyncio.create_task(self.host.expire_leases(self.exports.expired)),
+            asyncio.create_task(self.metrics.run(self._sample, lambda: server.links.values())),
+        ]
         return self._server.address
 
     def apply(self, settings: PoolSettings) -> None:
@@ -70,8 +76,8 @@ class PrefillService:
         self.exports.max_unacked_bytes = settings.max_unacked_bytes
 
     async def close(self) -> None:
-        if self._leases is not None:
-            self._leases.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             await self._server.close("replica stops")
         self.host.close()
@@ -93,7 +99,12 @@ class PrefillService:
         root = root_hash(self._layout.fingerprint, request.salt)
         return tuple(hash_chain(root, request.token_ids, chain_tokens))
 
+    def _sample(self) -> None:
+        engine = self.host.engine
+        self.metrics.sample_engine(engine.stats(), engine.config.block_tokens)
+
     def _on_step(self, step: StepOutput) -> None:
+        self.metrics.step(step)
         self.exports.on_step(step)
 
     def _on_failure(self, error: EngineError) -> None:

@@ -171,12 +171,15 @@ class Engine:
         """Give back the lease of a held request. Unknown ids are ignored: leases expire."""
         with self._lock:
             self.blocks.release(request_id)
+        self._work.set()  # somebody may be waiting for these blocks
 
     def expire_leases(self) -> list[RequestId]:
         """Free what was leased past its deadline. The ids are those whose holder went silent."""
         with self._lock:
             expired = self.blocks.expire(self._clock())
             self._leases_expired += len(expired)
+        if expired:
+            self._work.set()
         return expired
 
     def step(self) -> StepOutput | None:

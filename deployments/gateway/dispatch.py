@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -256,7 +256,7 @@ class ModelClient:
         holds: HoldKeeper,
         *,
         window_tokens: int = 1024,
-        on_snapshot: Any = None,
+        on_snapshot: Callable[[str, list[Any]], None] | None = None,
     ) -> None:
         self.window_tokens = window_tokens
         self.stream_ids = itertools.count(1)
@@ -381,7 +381,7 @@ class ModelClient:
                     leg.stream.on_refused(leg, refusal_from_wire(message))
             case Kind.SNAPSHOT:
                 if self._on_snapshot is not None:
-                    self._on_snapshot(message)
+                    self._on_snapshot(message[1], message[3])
             case _:
                 pass
 
@@ -399,10 +399,19 @@ class ModelClient:
                 if replica not in now:
                     self._dropped[replica] = address
                     await self._say_goodbye(replica, address)
-            for replica in now:
+            for replica, address in now.items():
                 self._dropped.pop(replica, None)
+                if replica not in self._known:
+                    await self._greet(replica, address)
             self._known = now
             await self.directory.changed(snapshot)
+
+    async def _greet(self, replica: str, address: str) -> None:
+        """Have the link before the first request needs it; metrics come over it, too."""
+        try:
+            await self._dialer.get(address, expect_id=replica)
+        except LinkDown as error:
+            logger.info("no link to decode %s yet: %s", replica, error)
 
     async def _say_goodbye(self, replica: str, address: str) -> None:
         try:

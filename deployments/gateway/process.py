@@ -6,6 +6,9 @@ and the ASGI app is built separately from it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,9 +22,15 @@ from deployments.gateway.dispatch import ModelClient
 from deployments.gateway.models import ClusterModels
 from deployments.gateway.state import GatewayState
 from deployments.holds import HoldKeeper
-from deployments.metrics import Registry
+from deployments.metrics import RayExporter, Registry
 from deployments.routing.replicas import Directory
 from engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 5.0
+SILENT_AFTER_S = 10.0
+"""A replica whose figures did not come for this long is shown no more."""
 
 _state: GatewayState | None = None
 
@@ -47,15 +56,21 @@ class GatewayProcess:
         self._secret = secret
         self.registry = Registry()
         self.models = ClusterModels(self._connect)
+        self._seen: dict[str, float] = {}
+        self._reporter: asyncio.Task[None] | None = None
         _state = self.state = GatewayState(self.models, self.registry)
 
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
         config = self.state.apply(user_config)
         await self.models.apply(config)
+        if self._reporter is None:
+            self._reporter = asyncio.create_task(self._report())
         return config
 
     async def close(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
         await self.models.close()
 
     def _connect(self, app: str) -> ModelClient:
@@ -71,5 +86,29 @@ class GatewayProcess:
 
         queue = QueueClient(queue_address, self._secret, self._own_id)
         return ModelClient(
-            self._own_id, self._secret, directory, queue, HoldKeeper(hold, self._own_id)
+            self._own_id,
+            self._secret,
+            directory,
+            queue,
+            HoldKeeper(hold, self._own_id),
+            on_snapshot=self._merge,
         )
+
+    def _merge(self, replica: str, snapshot: list[Any]) -> None:
+        self.registry.merge(replica, snapshot)
+        self._seen[replica] = time.monotonic()
+
+    async def _report(self) -> None:
+        """For ever: forget replicas that went silent, and tell Ray's agent of this gateway."""
+        exporter = RayExporter(self.registry, {"replica": self._own_id, "role": "gateway"})
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            now = time.monotonic()
+            for replica, seen in list(self._seen.items()):
+                if now - seen > SILENT_AFTER_S:
+                    del self._seen[replica]
+                    self.registry.drop(replica)
+            try:
+                exporter.export()
+            except Exception:
+                logger.exception("metrics of this gateway could not be exported to Ray")

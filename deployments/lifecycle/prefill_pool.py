@@ -28,6 +28,10 @@ class ReplicaSource(Protocol):
         """Metadata by replica id."""
         ...
 
+    async def changed(self, seen: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Wait until the running set is no longer the snapshot `seen`."""
+        ...
+
 
 class PrefillPool:
     """Implements `streams.RemotePrefill` over a KV transport."""

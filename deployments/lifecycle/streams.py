@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,6 +81,17 @@ class RemotePrefill(Protocol):
         ...
 
 
+class StreamObserver(Protocol):
+    """Who is told how long things took. All times in seconds."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def gaps(self, seconds: Sequence[float]) -> None: ...
+    def ended(
+        self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
+    ) -> None: ...
+    def pulled(self, prefilled: Prefilled, seconds: float) -> None: ...
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since start, read by the metric exporter."""
@@ -92,6 +103,9 @@ class Counters:
     refused: dict[str, int] = field(default_factory=dict[str, int])
     decisions: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     pull_failures: dict[str, int] = field(default_factory=dict[str, int])
+    fallbacks: dict[str, int] = field(default_factory=dict[str, int])
+    """After a failed pull: other_replica, local or refused."""
+
     prompt_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """By source: local_compute, local_cache_hit, external_kv_transfer."""
 
@@ -102,6 +116,7 @@ class _Stream:
     submit: Submit
     machine: Lifecycle
     deadline: float | None
+    begun: float
     key: str
     """Unique on this replica; choice i runs in the engine as `{key}/{i}`."""
 
@@ -113,6 +128,11 @@ class _Stream:
     """Tokens sent that the gateway has not consumed yet."""
 
     paused: bool = False
+    last_at: dict[int, tuple[float, float, int]] = field(
+        default_factory=dict[int, tuple[float, float, int]]
+    )
+    """By choice: when its first and its latest token came, and how many there are."""
+
     unlogged: dict[int, int] = field(default_factory=dict[int, int])
     """Tokens by choice since the machine was last told."""
 
@@ -136,7 +156,7 @@ class StreamTable:
         slots: int,
         remote: RemotePrefill | None,
         changed: Callable[[], None],
-        observe_pull: Callable[[Prefilled, float], None] = lambda _prefilled, _seconds: None,
+        observer: StreamObserver,
         log_size: int = 512,
     ) -> None:
         self.config = config
@@ -148,7 +168,8 @@ class StreamTable:
 
         self._engine = engine
         self._changed = changed
-        self._observe_pull = observe_pull
+        self._observer = observer
+        self._gaps: list[float] = []
         self._streams: dict[tuple[Link, int], _Stream] = {}
         self._choices: dict[str, tuple[_Stream, int]] = {}
         self._num_choices = 0
@@ -213,6 +234,9 @@ class StreamTable:
             else:
                 event = self._output(stream, choice, output)
                 frames.setdefault(stream.link, []).append(event.to_wire())
+        if self._gaps:
+            self._observer.gaps(self._gaps)
+            self._gaps = []
         for link, events in frames.items():
             self.counters.frames += 1
             link.send([Kind.STEP, events])
@@ -258,6 +282,7 @@ class StreamTable:
             submit,
             Lifecycle(self.config),
             deadline,
+            now,
             f"{link.peer_id}:{submit.stream_id}",
         )
         self._streams[key] = stream
@@ -308,12 +333,16 @@ class StreamTable:
             case Start(choice, remote):
                 self._start(stream, choice, remote)
             case Pull(prefill, first_token):
+                if stream.pull is not None:
+                    self._count_fallback("other_replica")
                 stream.first_token = first_token
                 stream.pull = asyncio.get_running_loop().create_task(
                     self._pull(stream, prefill, first_token)
                 )
             case ComputeHere():
                 assert self.remote is not None
+                if stream.machine.decision == "fallback":
+                    self._count_fallback("local")
                 self.remote.failed(stream.engine_ids[0])
             case StopPull():
                 if stream.pull is not None:
@@ -321,6 +350,8 @@ class StreamTable:
             case Stop(choice):
                 self._stop(stream, choice)
             case Refuse(message, stage):
+                if stage != "engine":
+                    self._count_fallback("refused")
                 error = TransferError(message, stage=stage)
                 if stage == "engine":
                     stream.link.send(refusal_to_wire(stream.submit.stream_id, EngineError(message)))
@@ -329,6 +360,10 @@ class StreamTable:
             case End():
                 self._forget(stream)
                 self._changed()
+
+    def _count_fallback(self, action: str) -> None:
+        fallbacks = self.counters.fallbacks
+        fallbacks[action] = fallbacks.get(action, 0) + 1
 
     def _start(self, stream: _Stream, choice: int, remote: bool) -> None:
         request = stream.submit.request
@@ -377,7 +412,7 @@ class StreamTable:
             logger.exception("pull of %s from %s broke", stream.key, prefill)
             self._run(stream, PullFailed("internal", repr(error), None))
             return
-        self._observe_pull(prefilled, time.monotonic() - started)
+        self._observer.pulled(prefilled, time.monotonic() - started)
         output = remote.arrived(request, prefilled)
         if output is None:
             return
@@ -407,6 +442,7 @@ class StreamTable:
         self.counters.tokens_out += 1
         stream.ahead += 1
         finish = output.finish
+        self._clock(stream, choice, finish)
         unlogged = stream.unlogged.get(choice)
         if prefilled is not None:
             stream.unlogged[choice] = 0
@@ -437,6 +473,23 @@ class StreamTable:
             finish,
             usage,
         )
+
+    def _clock(self, stream: _Stream, choice: int, finish: FinishReason | None) -> None:
+        now = time.monotonic()
+        times = stream.last_at.get(choice)
+        if times is None:
+            first, count = now, 1
+            if choice == 0:
+                self._observer.first_token(now - stream.begun)
+        else:
+            first, last, count = times
+            count += 1
+            self._gaps.append(now - last)
+        if finish is None:
+            stream.last_at[choice] = (first, now, count)
+        else:
+            stream.last_at.pop(choice, None)
+            self._observer.ended(finish, now - stream.begun, now - first, count)
 
     def _finish(
         self, stream: _Stream, choice: int, finish: FinishReason | None, event: Event

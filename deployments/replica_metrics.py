@@ -1,0 +1,182 @@
+"""What prefill and decode replicas report: to Ray's agent, and to gateways over the links."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from deployments.lifecycle.streams import Counters
+from deployments.link.link import Link
+from deployments.link.messages import Kind
+from deployments.metrics import Counter, RayExporter, Registry
+from engine.outputs import EngineStats, StepOutput
+from engine.request import FinishReason
+from engine.transfer.manifest import Prefilled
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY_S = 1.0
+EXPORT_EVERY_S = 5.0
+_CONNECTOR = "link"
+
+
+class ReplicaMetrics:
+    """One replica's registry. Steps and requests are observed as they happen, totals once a second.
+
+    Implements `streams.StreamObserver`.
+    """
+
+    def __init__(self, model: str, role: str, replica_id: str) -> None:
+        self.registry = registry = Registry()
+        self._model = model
+        self._role = role
+        self._replica_id = replica_id
+        engine = {"model_name": model}
+        self._step_tokens = registry.histogram("vllm:iteration_tokens_total", **engine)
+        self._step_seconds = registry.histogram(
+            "tailrace_engine_step_seconds", model=model, role=role
+        )
+        self._ttft = registry.histogram("vllm:time_to_first_token_seconds", **engine)
+        self._itl = registry.histogram("vllm:inter_token_latency_seconds", **engine)
+        self._tpot = registry.histogram("vllm:request_time_per_output_token_seconds", **engine)
+        self._e2e = registry.histogram("vllm:e2e_request_latency_seconds", **engine)
+        self._decode = registry.histogram("vllm:request_decode_time_seconds", **engine)
+
+    def step(self, step: StepOutput) -> None:
+        if step.num_tokens:
+            self._step_tokens.observe(step.num_tokens)
+            self._step_seconds.observe(step.duration_s)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def gaps(self, seconds: Sequence[float]) -> None:
+        self._itl.observe_many(seconds)
+
+    def ended(
+        self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
+    ) -> None:
+        self._e2e.observe(total_s)
+        if decode_s is not None:
+            self._decode.observe(decode_s)
+            if num_tokens > 1:
+                self._tpot.observe(decode_s / (num_tokens - 1))
+        self.registry.counter(
+            "vllm:request_success_total", model_name=self._model, finished_reason=finish.value
+        ).inc()
+
+    def pulled(self, prefilled: Prefilled, seconds: float) -> None:
+        self.registry.histogram(
+            "tailrace_kv_transfer_seconds", model=self._model, connector=_CONNECTOR
+        ).observe(seconds)
+        self.registry.counter(
+            "tailrace_kv_transfer_bytes_total", model=self._model, connector=_CONNECTOR
+        ).inc(prefilled.num_bytes)
+
+    def sample_engine(self, stats: EngineStats, block_tokens: int) -> None:
+        """Bring gauges and totals of the engine up to date."""
+        registry, engine = self.registry, {"model_name": self._model}
+        waiting = stats.num_waiting + stats.num_waiting_remote
+        registry.gauge("vllm:num_requests_running", **engine).set(stats.num_running)
+        registry.gauge("vllm:num_requests_waiting", **engine).set(waiting)
+        registry.gauge("vllm:kv_cache_usage_perc", **engine).set(
+            stats.num_held_blocks / max(1, stats.num_blocks)
+        )
+        registry.gauge(
+            "vllm:cache_config_info",
+            block_size=str(block_tokens),
+            num_gpu_blocks=str(stats.num_blocks),
+            **engine,
+        ).set(1)
+        for name, total in (
+            ("vllm:prefix_cache_queries_total", stats.prefix_query_tokens),
+            ("vllm:prefix_cache_hits_total", stats.prefix_hit_tokens),
+            ("vllm:num_preemptions_total", stats.num_preemptions),
+        ):
+            _raise_to(registry.counter(name, **engine), total)
+        registry.gauge("tailrace_kv_leases_active", model=self._model).set(stats.num_leases)
+        _raise_to(
+            registry.counter("tailrace_kv_leases_expired_total", model=self._model),
+            stats.num_leases_expired,
+        )
+        idle = not (stats.num_running or waiting or stats.num_leases)
+        registry.gauge("tailrace_kv_leaked_blocks", model=self._model).set(
+            stats.num_held_blocks if idle else 0
+        )
+
+    def sample_streams(self, counters: Counters, checksum_mismatches: int) -> None:
+        """Bring totals of a decode replica up to date."""
+        registry, model = self.registry, self._model
+        engine = {"model_name": model}
+        _raise_to(registry.counter("vllm:generation_tokens_total", **engine), counters.tokens_out)
+        _raise_to(
+            registry.counter("vllm:prompt_tokens_total", **engine),
+            sum(counters.prompt_tokens.values()),
+        )
+        for source, total in counters.prompt_tokens.items():
+            _raise_to(
+                registry.counter("vllm:prompt_tokens_by_source_total", source=source, **engine),
+                total,
+            )
+        for (decision, reason), total in counters.decisions.items():
+            _raise_to(
+                registry.counter(
+                    "tailrace_pd_decisions_total",
+                    model=model,
+                    decision=decision or "none",
+                    reason=reason or "none",
+                ),
+                total,
+            )
+        for stage, total in counters.pull_failures.items():
+            _raise_to(
+                registry.counter(
+                    "tailrace_kv_transfer_failures_total", model=model, stage=stage, reason=stage
+                ),
+                total,
+            )
+        for action, total in counters.fallbacks.items():
+            _raise_to(
+                registry.counter("tailrace_prefill_fallbacks_total", model=model, action=action),
+                total,
+            )
+        for code, total in counters.refused.items():
+            _raise_to(
+                registry.counter("tailrace_admission_rejections_total", model=model, reason=code),
+                total,
+            )
+        _raise_to(
+            registry.counter("tailrace_kv_checksum_mismatches_total", model=model),
+            checksum_mismatches,
+        )
+
+    async def run(self, sample: Callable[[], None], links: Callable[[], Iterable[Link]]) -> None:
+        """For ever: sample, send a snapshot to every link, now and then tell Ray's agent."""
+        exporter = self._exporter()
+        rounds = 0
+        while True:
+            await asyncio.sleep(SNAPSHOT_EVERY_S)
+            rounds += 1
+            try:
+                sample()
+                message = [Kind.SNAPSHOT, self._replica_id, self._role, self.registry.snapshot()]
+                for link in list(links()):
+                    link.send(message)
+                if exporter is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
+                    exporter.export()
+            except Exception:
+                # Metrics must never take a replica down, and must not go silent for ever either.
+                logger.exception("metrics of %s could not be reported", self._replica_id)
+
+    def _exporter(self) -> RayExporter | None:
+        import ray
+
+        if not ray.is_initialized():  # services of the tests, which run without Ray
+            return None
+        return RayExporter(self.registry, {"replica": self._replica_id, "role": self._role})
+
+
+def _raise_to(counter: Counter, total: float) -> None:
+    if total > counter.value:
+        counter.inc(total - counter.value)
