@@ -215,13 +215,11 @@ class Generation(Response):
         last = {"type": "http.response.body", "body": writer.close(), "more_body": False}
         await _to_client(send, last)
 
-    async def _events(self, plan: Plan) -> Events:
+    def _events(self, plan: Plan) -> Events:
         """Events of all prompts as they come. Closing this closes every stream."""
-        if len(plan.requests) == 1:
-            async with aclosing(self._one(plan, 0)) as events:
-                async for item in events:
-                    yield item
-            return
+        return self._one(plan, 0) if len(plan.requests) == 1 else self._merged(plan)
+
+    async def _merged(self, plan: Plan) -> Events:
         sources = [self._one(plan, prompt) for prompt in range(len(plan.requests))]
         looking = {asyncio.create_task(_next(source)): source for source in sources}
         try:
@@ -254,8 +252,6 @@ class Generation(Response):
                 yield prompt, events
         finally:
             await stream.aclose()
-
-    # ── what ends the work early ──────────────────────────────────────────────────────────────
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -296,8 +292,6 @@ class Generation(Response):
             )
         else:
             await send_failure(failure, send)
-
-    # ── milestones ────────────────────────────────────────────────────────────────────────────
 
     @property
     def _phase(self) -> str:
