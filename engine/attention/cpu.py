@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.attention.backend import StepContext
 from engine.execution.pool import KVPool
 
-_SPAN_TOKENS = 128
+_SPAN_TOKENS = 64
 """Queries of a long chunk attended in one call: a causal chunk skips the keys it can't see."""
 
 _BATCH_TOKENS = 16
@@ -224,31 +224,25 @@ def _run_span(
     return torch.matmul(weights, v.to(wide)).to(q.dtype)
 
 
-def _run_tile(
-    tile: _Tile, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, softcap: float
-) -> None:
-    """Attend one tile. q, out: the flattened batch; k, v: `[n, keys, kv_heads, dim]`."""
+def _run_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attend one tile: q `[tokens, heads, dim]`, its own rows; k, v `[n, keys, kv_heads, dim]`."""
     n, q_len, kv_heads, dim = tile.num_requests, tile.num_queries, k.shape[2], q.shape[-1]
-    mine = q[tile.tokens].view(n, q_len, kv_heads, -1, dim)
+    mine = q.view(n, q_len, kv_heads, -1, dim)
     group = mine.shape[3]
     folded = mine.transpose(1, 2).reshape(n, kv_heads, q_len * group, dim)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    result = torch.empty((n, q_len, kv_heads, group, dim), dtype=q.dtype)
+    parts: list[Tensor] = []
     for span in tile.spans:
-        part = result[:, span.q_start : span.q_stop]
+        queries = folded[:, :, span.q_start * group : span.q_stop * group]
         if span.k_stop == span.k_start:
-            part.zero_()
+            parts.append(torch.zeros_like(queries))
             continue
-        attended = _run_span(
-            folded[:, :, span.q_start * group : span.q_stop * group],
-            k[:, :, span.k_start : span.k_stop],
-            v[:, :, span.k_start : span.k_stop],
-            span.mask,
-            scale,
-            softcap,
-        )
-        part.copy_(attended.view(n, kv_heads, -1, group, dim).transpose(1, 2))
-    out[tile.tokens] = result.view(n * q_len, kv_heads * group, dim)
+        keys = slice(span.k_start, span.k_stop)
+        found_k, found_v = k[:, :, keys], v[:, :, keys]
+        parts.append(_run_span(queries, found_k, found_v, span.mask, scale, softcap))
+    result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    result = result.view(n, kv_heads, q_len, group, dim).transpose(1, 2)
+    return result.reshape(n * q_len, kv_heads * group, dim)
 
 
 def _gather(cache: Tensor, tile: _Tile, scratch: Tensor | None = None) -> Tensor:
@@ -327,7 +321,8 @@ def flash_attn_varlen_func(
             dtype=q.dtype,
         )
         for tile in tiles:
-            _run_tile(tile, q, _gather(k, tile), _gather(v, tile), out, scale, softcap)
+            keys, values = _gather(k, tile), _gather(v, tile)
+            out[tile.tokens] = _run_tile(tile, q[tile.tokens], keys, values, scale, softcap)
         return out
     for row, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
         if not q_len:
@@ -343,10 +338,10 @@ def flash_attn_varlen_func(
             stale=None,
             spans=_spans(q_len, length - q_len, length, window, group, q.dtype),
         )
-        _run_tile(
-            tile, q, k[None, first : first + k_len], v[None, first : first + k_len], out, scale,
-            softcap,
-        )  # fmt: skip
+        own = slice(first, first + k_len)
+        out[tile.tokens] = _run_tile(
+            tile, q[tile.tokens], k[None, own], v[None, own], scale, softcap
+        )
     return out
 
 
@@ -401,7 +396,8 @@ def flash_attn_with_kvcache(
     flat = q.reshape(batch * q_len, *q.shape[2:])
     out = torch.zeros_like(flat)
     for tile in tiles:
-        _run_tile(tile, flat, _gather(k_cache, tile), _gather(v_cache, tile), out, scale, softcap)
+        keys, values = _gather(k_cache, tile), _gather(v_cache, tile)
+        out[tile.tokens] = _run_tile(tile, flat[tile.tokens], keys, values, scale, softcap)
     return out.view(q.shape)
 
 
@@ -462,12 +458,18 @@ class CpuAttention:
         keys.index_put_(self._slots, k)
         values.index_put_(self._slots, v)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out: Tensor | None = None
         for tile in self._tiles:
             found_k = _gather(keys, tile, self._scratch[0])
             found_v = _gather(values, tile, self._scratch[1])
-            _run_tile(tile, q, found_k, found_v, out, scale, self._softcap)
-        return out
+            mine = q[tile.tokens]
+            attended = _run_tile(tile, mine, found_k, found_v, scale, self._softcap)
+            if isinstance(tile.tokens, slice) and attended.shape[0] == q.shape[0]:
+                return attended  # the whole batch, in its own order: nothing to put together
+            if out is None:
+                out = torch.empty_like(q)
+            out[tile.tokens] = attended
+        return torch.zeros_like(q) if out is None else out
 
     def _prepare(self, q: Tensor, pool: KVPool, step: StepContext, group: int) -> None:
         capacity = pool.num_blocks * pool.block_tokens

@@ -153,8 +153,7 @@ class Decoder:
             if hidden.shape[0] == 0:
                 wide = torch.promote_types(hidden.dtype, torch.float32)
                 return hidden.new_empty((0, self.vocab_size), dtype=wide)
-            logits = self._head(self._rms_norm(hidden, self._norm))
-            return logits if logits.dtype == torch.float64 else logits.float()
+            return self._head.unrounded(self._rms_norm(hidden, self._norm))
 
     def _hidden(self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext) -> Tensor:
         heads, kv_heads = self.architecture.num_heads, self.architecture.num_kv_heads

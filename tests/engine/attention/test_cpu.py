@@ -249,23 +249,42 @@ def test_a_negative_slot_raises_instead_of_overwriting_the_last_block():
         CpuAttention().attend(one, one, one, 0, pool, step)
 
 
-def test_many_uneven_decode_rows_are_grouped_without_changing_a_row():
-    """Lengths far apart force several groups; each row must still come back to its own place."""
-    k_lens = tuple((37 * i) % 500 + 1 for i in range(23))
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "varlen"])
+@pytest.mark.parametrize(
+    "k_lens",
+    [
+        tuple((37 * i) % 500 + 1 for i in range(23)),
+        # Sorted by length, and still one group.
+        (80, 300, 290, 295),
+    ],
+    ids=["many groups", "one group"],
+)
+def test_uneven_decode_rows_come_back_to_their_own_places(k_lens, backend):
     q_lens = (1,) * len(k_lens)
     data = Paged(k_lens, 16, 1, torch.float64)
     q = torch.randn(len(k_lens), 3, DIM, dtype=torch.float64)
-    got = flash_attn_varlen_func(
-        q,
-        data.k_cache,
-        data.v_cache,
-        cumulative(q_lens),
-        cumulative(k_lens),
-        1,
-        max(k_lens),
-        causal=True,
-        block_table=data.table,
-    )
+    if backend:
+        layout = KVLayout(
+            num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float64", fingerprint=""
+        )
+        pool = KVPool(layout, data.k_cache.shape[0], 16)
+        pool.keys(0).copy_(data.k_cache)
+        pool.values(0).copy_(data.v_cache)
+        newest = torch.stack([k[-1] for k in data.keys]), torch.stack([v[-1] for v in data.values])
+        step = make_step(q_lens, k_lens, data.table, 16)
+        got = CpuAttention().attend(q, *newest, 0, pool, step)
+    else:
+        got = flash_attn_varlen_func(
+            q,
+            data.k_cache,
+            data.v_cache,
+            cumulative(q_lens),
+            cumulative(k_lens),
+            1,
+            max(k_lens),
+            causal=True,
+            block_table=data.table,
+        )
     for row in range(len(k_lens)):
         want = definition(
             q[row : row + 1],

@@ -31,6 +31,28 @@ def test_the_product_and_the_sum_are_those_of_float64(dtype, rows, bias):
         assert (got.double() - exact).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.skipif(not linear._can_pack(torch.bfloat16), reason="no packed bfloat16 product")
+def test_the_unrounded_product_of_bfloat16_is_as_good_as_float32():
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 40, generator=g).to(torch.bfloat16)
+    x = (4 * torch.randn(3, 40, generator=g)).to(torch.bfloat16)
+    want = F.linear(x.double(), weight.double())
+    layer = Linear(weight)
+    got = layer.unrounded(x)
+    assert got.dtype == torch.float32
+    assert (layer(x).double() - want).abs().max() > 0.05
+    assert (got.double() - want).abs().max() < 1e-3
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_unrounded_product_is_float32_or_wider(dtype):
+    weight, x = torch.eye(5, dtype=dtype), torch.arange(5.0).to(dtype)[None]
+    got = Linear(weight).unrounded(x)
+    assert got.dtype == torch.promote_types(dtype, torch.float32)
+    assert got.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
 def test_a_torch_without_the_packed_operators_falls_back(monkeypatch):
     class Missing:
         def __getattr__(self, name):
