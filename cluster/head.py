@@ -38,6 +38,8 @@ OBJECT_STORE_BYTES = 200_000_000
 _DIRECT_PORTS = 200
 
 SERVE_DEFAULTS: Mapping[str, str] = {
+    # Ray runs workers at 15, behind everything else on the machine; here they are the product.
+    "RAY_worker_niceness": "0",
     # One balancer thread: measured on two cores, where four fight the engines for them.
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # A busy core answers a queue-length probe late; at 0.1 s Serve would take it for lost.

@@ -5,6 +5,11 @@
 in the controller and pickles its classes into every proxy.
 """
 
+# Serve's decorators and handles are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportMissingTypeArgument=false
+# pyright: reportUnknownParameterType=false
+
 # No `from __future__ import annotations` here: Serve reads the builders' annotations as classes.
 from ray import serve
 from ray.serve.config import RequestRouterConfig

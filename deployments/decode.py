@@ -1,5 +1,10 @@
 """The decode pool: owns its streams, asks prefill for what is missing, sends a frame a step."""
 
+# Serve's decorators and handles are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportMissingTypeArgument=false
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,10 @@
 """The prefill pool: computes prompts for decode replicas and streams their KV to them."""
 
+# Serve's decorators and handles are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportMissingTypeArgument=false
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import asyncio

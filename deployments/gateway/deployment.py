@@ -1,5 +1,10 @@
 """Serve's view of a gateway replica."""
 
+# Serve's decorators and handles are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportMissingTypeArgument=false
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -4,6 +4,11 @@ The state lives in this module and not in the deployment class: Serve pickles th
 and the ASGI app is built separately from it.
 """
 
+# Serve's decorators and handles are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedClassDecorator=false, reportMissingTypeArgument=false
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import asyncio
