@@ -48,7 +48,7 @@ def gateway(args: GatewayArgs) -> serve.Application:
 
 def model(args: ModelArgs) -> serve.Application:
     """One model: a decode pool, and a prefill pool unless `args.prefill` is off."""
-    router = RequestRouterConfig(**{"request_router_class": ROUTER})
+    router = RequestRouterConfig(request_router_class=ROUTER)  # pyright: ignore[reportArgumentType]
     wire = args.model_dump()
     decode = Decode.options(request_router_config=router)
     if not args.prefill:

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
-from deployments.admission.actor import create_or_find_queue
+from deployments.admission.actor import create_or_find_queue, remove_queue
 from deployments.admission.client import QueueReporter
 from deployments.engine_host import EngineHost
 from deployments.holds import HoldKeeper, PairHolds
@@ -288,6 +289,7 @@ class Decode:
         service = DecodeService(replica_id, host, parsed, settings, secret)
         self._service = service
         self._args = parsed
+        self._app = context.app_name
         self._created = int(time.time())
         self._address = await service.start(advertised(parsed))
         if prefill is not None and host.built is not None:
@@ -304,7 +306,6 @@ class Decode:
         async def queue_address() -> str:
             return await create_or_find_queue(
                 app,
-                secret,
                 host=link.host,
                 advertise_host=advertised(parsed),
                 ports=link.ports,
@@ -353,3 +354,13 @@ class Decode:
         service = getattr(self, "_service", None)
         if service is not None:
             await service.close()
+            await asyncio.to_thread(self._end_queue_of_deleted_app)
+
+    def _end_queue_of_deleted_app(self) -> None:
+        """The queue outlives replicas and redeploys, but not the model's application."""
+        try:
+            app = serve.status().applications.get(self._app)
+            if app is None or app.status == ApplicationStatus.DELETING:
+                remove_queue(self._app)
+        except Exception:
+            logger.exception("the admission queue of %s could not be looked after", self._app)

@@ -13,6 +13,7 @@ from deployments.link.link import Link, LinkHandlers, LinkSettings
 from deployments.link.messages import Acquire, Kind, Report, refusal_to_wire
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.secret import read_link_secret
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class QueueActor:
     def __init__(
         self,
         app: str,
-        secret: bytes,
+        secret: bytes | None = None,
         *,
         host: str | None = None,
         advertise_host: str | None = None,
@@ -39,10 +40,11 @@ class QueueActor:
         limits: QueueLimits | None = None,
         settings: LinkSettings | None = None,
     ) -> None:
-        """`host` None binds the address by which Ray knows this node."""
+        """`host` None binds the address by which Ray knows this node. `secret` None reads the
+        cluster's: as an argument of an actor it would lie in Ray's control store."""
         self._queue = AdmissionQueue(time.time_ns(), limits)
         self._server = LinkServer(
-            secret,
+            read_link_secret() if secret is None else secret,
             "queue",
             f"tailrace-queue:{app}",
             handlers=LinkHandlers(on_message=self._message, on_close=self._closed),
@@ -169,7 +171,6 @@ def queue_name(app: str) -> str:
 
 def ensure_queue(
     app: str,
-    secret: bytes,
     *,
     host: str | None = None,
     advertise_host: str | None = None,
@@ -196,7 +197,6 @@ def ensure_queue(
     )
     return actor.remote(
         app,
-        secret,
         host=host,
         advertise_host=advertise_host,
         ports=ports,
@@ -226,7 +226,7 @@ async def find_queue(app: str) -> str:
     return await asyncio.wait_for(handle.address.remote(), _FIND_S)
 
 
-async def create_or_find_queue(app: str, secret: bytes, **options: Any) -> str:
+async def create_or_find_queue(app: str, **options: Any) -> str:
     """As `find_queue`, creating the actor first if need be; `options` as for `ensure_queue`."""
-    handle = await asyncio.to_thread(ensure_queue, app, secret, **options)
+    handle = await asyncio.to_thread(ensure_queue, app, **options)
     return await asyncio.wait_for(handle.address.remote(), _FIND_S)

@@ -19,6 +19,7 @@ from deployments.admission.actor import (
 )
 from deployments.admission.client import QueueClient, QueueReporter
 from deployments.link.messages import Report
+from deployments.secret import SECRET_FILE_VARIABLE
 
 pytestmark = pytest.mark.cluster
 
@@ -26,9 +27,17 @@ SECRET = b"the secret of the test cluster!!"
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import ray
 
+    secret = tmp_path_factory.mktemp("secret") / "link"
+    secret.write_bytes(SECRET)
+    with pytest.MonkeyPatch.context() as patch:  # the actor's process inherits it
+        patch.setenv(SECRET_FILE_VARIABLE, str(secret))
+        yield from _cluster(ray)
+
+
+def _cluster(ray: Any) -> Iterator[Any]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
     yield ray
     ray.shutdown()
@@ -44,12 +53,12 @@ async def test_the_named_actor_grants_restarts_with_a_higher_epoch_and_can_be_re
     ray = ray_cluster
     with pytest.raises(ValueError, match="tailrace-queue:m"):
         await find_queue("m")
-    address = await create_or_find_queue("m", SECRET)
-    assert await create_or_find_queue("m", SECRET) == address
+    address = await create_or_find_queue("m")
+    assert await create_or_find_queue("m") == address
     assert await find_queue("m") == address
 
     gateway = QueueClient(lambda: find_queue("m"), SECRET, "g1")
-    reporter = QueueReporter(lambda: create_or_find_queue("m", SECRET), SECRET, "d1")
+    reporter = QueueReporter(lambda: create_or_find_queue("m"), SECRET, "d1")
     gateway.start()
     reporter.start()
     reporter.changed(Report(replica_id="d1", slots=2, capacity_tokens=10, grants=()))
