@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
@@ -165,7 +165,7 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
         message = "no model is served yet; wait for one, or see `tailrace status`"
         return _response(refusal(503, message, "no_models", headers=retry_after(1.0)))
 
-    @app.get("/metrics", responses=_ERRORS)
+    @app.get("/metrics", responses=_ERRORS, response_class=PlainTextResponse)
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 

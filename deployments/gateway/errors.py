@@ -29,8 +29,16 @@ logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
-_TOO_MANY = frozenset({"queue_full", "rate_limit_exceeded", "slow_down", "insufficient_quota"})
-"""Codes of `Overloaded` that say "you, or all of you, ask too much": 429. The others are 503."""
+_OVERLOADED = {
+    "queue_full": 429,
+    "queue_timeout": 429,
+    "rate_limit_exceeded": 429,
+    "slow_down": 429,
+    "insufficient_quota": 429,
+    "deadline_exceeded": 504,
+}
+"""Status by code of `Overloaded`: 429 for "you, or all of you, ask too much", 504 where the client's
+own deadline passed in another process a moment before it did here. The others are 503."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -90,7 +98,7 @@ def describe(error: BaseException, request_id: str) -> Failure:
     if isinstance(error, RequestError):
         return refusal(error.status, str(error), error.code, param=error.param)
     if isinstance(error, Overloaded):
-        status = 429 if error.code in _TOO_MANY else 503
+        status = _OVERLOADED.get(error.code, 503)
         return refusal(status, str(error), error.code, headers=retry_after(error.retry_after_s))
     if isinstance(error, TransferError):
         return refusal(503, str(error), "kv_transfer_failed", headers=retry_after(1.0))

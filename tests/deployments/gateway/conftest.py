@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -72,10 +72,10 @@ class FakeStream:
             await asyncio.sleep(0)
             if isinstance(step, BaseException):
                 raise step
-            if callable(step):
-                await step()
+            if isinstance(step, list):
+                yield cast("list[StreamEvent]", step)
             else:
-                yield step
+                await step()
         self.ended = True
 
     async def aclose(self) -> None:

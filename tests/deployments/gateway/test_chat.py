@@ -336,6 +336,8 @@ async def test_the_clients_request_id_comes_back_and_an_unfit_one_does_not(gatew
     ("error", "status", "kind", "code"),
     [
         (Overloaded("full", code="queue_full", retry_after_s=2.5), 429, "rate_limit_error", None),
+        (Overloaded("slow", code="queue_timeout"), 429, "rate_limit_error", None),
+        (Overloaded("late", code="deadline_exceeded"), 504, "server_error", None),
         (Overloaded("none", code="no_replicas"), 503, "server_error", None),
         (Overloaded("busy"), 503, "server_error", "server_is_overloaded"),
         (TransferError("late", stage="chunk"), 503, "server_error", "kv_transfer_failed"),
@@ -351,7 +353,7 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     reply = await gateway.post("/v1/chat/completions", BODY | {"stream": stream})
     assert reply.status == status
     assert reply.error["type"] == kind
-    assert reply.error["code"] == (code or error.code)
+    assert reply.error["code"] == (code or vars(error)["code"])
     assert "secret" not in reply.error["message"]
     assert gateway.backend.streams[0].closed == 1
 
