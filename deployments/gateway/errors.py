@@ -37,8 +37,8 @@ _OVERLOADED = {
     "insufficient_quota": 429,
     "deadline_exceeded": 504,
 }
-"""Status by code of `Overloaded`: 429 for "you, or all of you, ask too much", 504 where the client's
-own deadline passed in another process a moment before it did here. The others are 503."""
+"""Status by code of `Overloaded`: 429 for "you, or all of you, ask too much", 504 where the
+client's own deadline passed in another process a moment before it did here. The others are 503."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
