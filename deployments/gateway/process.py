@@ -29,7 +29,7 @@ from deployments.gateway.state import GatewayState
 from deployments.holds import HoldKeeper
 from deployments.metrics import RayExporter, Registry
 from deployments.routing.replicas import Directory
-from engine.errors import EngineError
+from engine.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ _state: GatewayState | None = None
 
 
 def get_state() -> GatewayState:
-    """This process's state. Raises EngineError while the replica starts."""
+    """This process's state. Raises Overloaded while the replica starts."""
     if _state is None:
-        raise EngineError("the gateway is starting")
+        raise Overloaded("the gateway is starting: try again")
     return _state
 
 
