@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from cluster.state import StateDir
 
 _LAZY = {
+    "bench": "cluster.bench.command:bench",
     "chat": "cluster.chat:chat",
+    "verify": "cluster.verify:verify",
 }
 """Commands in modules of their own, imported when they are called: `module:attribute`."""
 
@@ -86,7 +88,7 @@ def up(
     from cluster.state import StateDir
 
     # Before anything starts, so that a signal during the start takes it down again.
-    _interrupt_on_signals()
+    interrupt_on_signals()
     checked = configuration.load(config)
     for warning in checked.warnings:
         say(f"warning: {warning}")
@@ -148,7 +150,7 @@ def _announce(ready: Up, *, foreground: bool, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _interrupt_on_signals() -> None:
+def interrupt_on_signals() -> None:
     """Turn SIGTERM and SIGHUP into the KeyboardInterrupt that Ctrl-C is, once."""
     asked = threading.Event()
 
