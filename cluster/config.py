@@ -96,6 +96,18 @@ class ServeConfig:
     def applications(self) -> list[str]:
         return [application["name"] for application in self.data["applications"]]
 
+    @property
+    def models(self) -> set[str]:
+        """Names under which the gateways of this file serve models."""
+        return {
+            model["name"]
+            for application in self.data["applications"]
+            for deployment in application.get("deployments") or ()
+            if deployment["name"] == "Gateway"
+            for model in (deployment.get("user_config") or {}).get("models") or ()
+            if isinstance(model, dict) and "name" in model
+        }
+
     def listening_on(self, host: str, port: int) -> ServeConfig:
         data = copy.deepcopy(self.data)
         data.setdefault("http_options", {}).update(host=host, port=port)

@@ -28,6 +28,7 @@ from engine.errors import ConfigError, EngineError
 Say = Callable[[str], None]
 
 HEAD_TIMEOUT_S = 90.0
+MODELS_TIMEOUT_S = 30.0
 DEPLOY_TIMEOUT_S = 900.0
 """Weights may come from a slow disk; failures are seen long before."""
 
@@ -107,7 +108,7 @@ def bring_up(state: StateDir, config: ServeConfig, *, port: int | None, say: Say
             routed = [a.name for a in api.applications() or [] if a.route_prefix is not None]
             if record.stats_port:
                 wait_until(lambda: direct_replicas_are_up(record.stats_port, routed), within_s=10.0)
-            models = _models(record.url)
+            models = _await_models(record.url, config, say)
             api.close()
         except BaseException as error:
             # Ctrl-C included: half a cluster is of no use to anybody.
@@ -143,7 +144,8 @@ def deploy_to(address: str, config: ServeConfig, *, port: int | None, say: Say) 
     haproxy = api.has_haproxy()
     host = httpx.URL(api.address).host
     url = f"http://{host}:{config.port}"
-    return Up(None, url, _models(url), haproxy, time.monotonic() - began, existing is not None)
+    models = _await_models(url, config, say)
+    return Up(None, url, models, haproxy, time.monotonic() - began, existing is not None)
 
 
 def take_down(state: StateDir) -> list[int]:
@@ -233,7 +235,7 @@ def _update(
     return Up(
         record=record,
         url=record.url,
-        models=_models(record.url),
+        models=_await_models(record.url, config, say),
         haproxy=bool(record.stats_port),
         ready_s=time.monotonic() - began,
         updated=True,
@@ -320,6 +322,19 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/-/healthz", timeout=5.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _await_models(url: str, config: ServeConfig, say: Say) -> tuple[str, ...]:
+    """What `/v1/models` lists, once the gateway has found every model of the configuration:
+    it meets their replicas a moment after Serve calls them running."""
+    if not config.models:
+        return ()
+    if not wait_until(
+        lambda: config.models.issubset(_models(url)), within_s=MODELS_TIMEOUT_S, every_s=0.2
+    ):
+        missing = ", ".join(sorted(config.models.difference(_models(url))))
+        say(f"warning: {url}/v1/models does not list {missing} yet; look at the gateway's log")
+    return _models(url)
 
 
 def _models(url: str) -> tuple[str, ...]:

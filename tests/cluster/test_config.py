@@ -349,6 +349,11 @@ def test_a_gateway_and_a_model_pass(folder: Path):
     assert load(folder, gateway_and_model()).applications == ["gateway", "m"]
 
 
+def test_the_models_a_file_promises_are_known(folder: Path):
+    assert load(folder, gateway_and_model()).models == {"m"}
+    assert load(folder, app()).models == set()
+
+
 def test_args_of_a_model_are_checked_against_its_own_model(folder: Path):
     text = gateway_and_model().replace("source: fake", "source: fake, kv_memory_byte: 1")
     assert refused(folder, text) == (
