@@ -79,7 +79,9 @@ class GatewayProcess:
         await self.models.close()
 
     def _connect(self, app: str) -> ModelClient:
-        handle = serve.get_deployment_handle("Decode", app_name=app)
+        # Unchecked: a model may be routed to before its application is there, as when a whole
+        # configuration is deployed, and the check would block this loop on the controller.
+        handle = serve.get_deployment_handle("Decode", app_name=app, _check_exists=False)
         directory = Directory.of(app, "Decode")
         directory.watch(handle)
 
