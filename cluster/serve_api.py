@@ -128,6 +128,8 @@ class ServeApi:
             details = answer.json()
         except (httpx.HTTPError, ValueError):
             return None
+        from deployments.settings import ROOT_DEPLOYMENT  # pydantic: 0.1 s that --help can save
+
         return [
             Application(
                 name=app["name"],
@@ -151,7 +153,8 @@ class ServeApi:
                             for replica in deployment.get("replicas", ())
                         ),
                     )
-                    for _, deployment in sorted(app.get("deployments", {}).items())
+                    for name, deployment in sorted(app.get("deployments", {}).items())
+                    if name != ROOT_DEPLOYMENT
                 ),
             )
             for _, app in sorted(details.get("applications", {}).items())

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.decode import Decode
 from deployments.gateway.deployment import Gateway
 from deployments.prefill import Prefill
-from deployments.settings import GatewayArgs, LinkArgs, ModelArgs, PoolSettings
+from deployments.settings import ROOT_DEPLOYMENT, GatewayArgs, LinkArgs, ModelArgs, PoolSettings
 
 __all__ = ["GatewayArgs", "LinkArgs", "ModelArgs", "PoolSettings", "gateway", "model"]
 
@@ -26,7 +26,7 @@ ROUTER = "deployments.routing.replicas:DirectoryRouter"
 
 
 @serve.deployment(
-    name="Root",
+    name=ROOT_DEPLOYMENT,
     autoscaling_config={"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1},
     ray_actor_options={"num_cpus": 0},
 )

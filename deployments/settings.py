@@ -14,6 +14,10 @@ from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 
 
+ROOT_DEPLOYMENT = "Root"
+"""Of a model application: never called, never started, of no interest to anybody. See `app`."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
