@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 
-
 ROOT_DEPLOYMENT = "Root"
 """Of a model application: never called, never started, of no interest to anybody. See `app`."""
 
