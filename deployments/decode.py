@@ -227,8 +227,8 @@ class DecodeService:
 
     def _on_message(self, link: Link, message: list[Any]) -> None:
         if message[0] == Kind.DRAIN:
-            if not self.draining:
-                self.draining = True
+            if self.draining != message[1]:
+                self.draining = message[1]
                 self._report()
             return
         self.streams.on_message(link, message)

@@ -10,4 +10,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from serving import cluster  # noqa: E402, F401 - the fixture
+from serving import cluster  # noqa: F401 - the fixture

@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from deployments.link.messages import (
     Usage,
     refusal_from_wire,
 )
-from deployments.link.wire import CloseReason
+from deployments.link.wire import CloseCode, CloseReason
 from deployments.routing.choice import ReplicaChooser
 from engine.errors import EngineError, Overloaded, TransferError
 from engine.request import Request, derive_seed
@@ -41,12 +41,20 @@ from engine.request import Request, derive_seed
 logger = logging.getLogger(__name__)
 
 MAX_PLACEMENTS = 8
-"""Times one submit is placed anew after `full` or a lost replica."""
+"""Times in a row that a submit is placed without a single token coming of it."""
+
+TAKE_OVER_S = 120.0
+"""How long what a lost replica had begun waits for another one, within the client's deadline: a
+replica that Serve restarts loads its weights first."""
+
+HEAD_START = 1 << 16
+"""Priority levels by which what was admitted before goes ahead of what never was."""
 
 UNKNOWN_REPLICA_WAIT_S = 5.0
 """A new replica reports to the queue a moment before Serve tells the gateways of it."""
 
 RETRY_PAUSE_S = 0.05
+NO_REPLICA_PAUSE_S = 0.5
 
 
 class ReplicaDirectory(Protocol):
@@ -74,6 +82,9 @@ class _Leg:
     unconsumed: int = 0
     """Tokens yielded since the last credit."""
 
+    placements: int = 1
+    """Times in a row that these choices were placed, this time included; 0 once a token came."""
+
     live: set[int] = field(default_factory=set[int])
 
 
@@ -90,7 +101,6 @@ class ClusterStream:
         self._request = request
         self._n = n
         self._deadline = deadline
-        self._placements = 0
         self._legs: list[_Leg] = []
         self._events: list[StreamEvent] = []
         self._wake = asyncio.Event()
@@ -109,8 +119,16 @@ class ClusterStream:
     def remaining_s(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    async def place(self, choices: tuple[int, ...], last: EngineError | None = None) -> None:
-        """Find a replica for these choices and submit them. Raises EngineError when none will."""
+    async def place(
+        self,
+        choices: tuple[int, ...],
+        last: EngineError | None = None,
+        placements: int = 0,
+    ) -> None:
+        """Find a replica for these choices and submit them. Raises EngineError when none will.
+
+        `last` says why they have to be placed again, after `placements` attempts in a row.
+        """
         request, window = self._request, self._client.window_tokens
         if len(choices) != self._n or any(self._emitted[c] for c in choices):
             assert len(choices) == 1
@@ -120,15 +138,17 @@ class ClusterStream:
                 output_ids=(*request.output_ids, *self._emitted[choice]),
                 params=replace(request.params, seed=derive_seed(request.params.seed, choice)),
             )
+        resumed = last is not None
         while True:
-            self._placements += 1
-            if self._placements > MAX_PLACEMENTS:
+            placements += 1
+            if placements > MAX_PLACEMENTS:
                 raise last or Overloaded(f"no replica took it in {MAX_PLACEMENTS} attempts")
-            replica, grant = await self._client.admit(request, len(choices), self.remaining_s)
+            replica, grant = await self._admit(request, len(choices), resumed)
             try:
                 link = await self._client.link_to(replica)
             except (LinkDown, TransferError) as error:
                 self._client.release(grant)
+                self._client.unreachable(replica)
                 last = Overloaded(f"replica {replica} cannot be reached: {error}")
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
@@ -142,7 +162,14 @@ class ClusterStream:
         self.admitted_s = self.admitted_s or time.monotonic()
         self.replica = replica
         leg = _Leg(
-            self, next(self._client.stream_ids), link, replica, grant, choices, live=set(choices)
+            self,
+            next(self._client.stream_ids),
+            link,
+            replica,
+            grant,
+            choices,
+            placements=placements,
+            live=set(choices),
         )
         remaining = self.remaining_s
         submit = Submit(
@@ -155,13 +182,29 @@ class ClusterStream:
         )
         self._legs.append(leg)
         self._client.opened(leg)
-        link.send(submit.to_wire())
+        if not link.send(submit.to_wire()):
+            # It ended before this leg was there to be told.
+            self.on_lost(leg, CloseReason(CloseCode.CONNECTION_LOST, "before the submit"))
+
+    async def _admit(self, request: Request, n: int, resumed: bool) -> tuple[str, Grant | None]:
+        """As `ModelClient.admit`; what was admitted before goes on asking while no replica runs."""
+        give_up = time.monotonic() + TAKE_OVER_S
+        while True:
+            try:
+                return await self._client.admit(request, n, self.remaining_s, resumed=resumed)
+            except Overloaded as error:
+                remaining = self.remaining_s
+                late = time.monotonic() >= give_up or (remaining is not None and remaining <= 0)
+                if late or not resumed or error.code != "no_replicas":
+                    raise
+            await asyncio.sleep(NO_REPLICA_PAUSE_S)
 
     def on_event(self, leg: _Leg, event: StreamEvent) -> None:
         """A frame's entry for this stream, on the event loop."""
         choice = leg.choices[event.choice]
         event.choice = choice
         self._emitted[choice].extend(event.token_ids)
+        leg.placements = 0
         if event.usage is not None and self._cached_tokens is None:
             self._cached_tokens = event.usage.cached_tokens
         event.usage = None
@@ -226,11 +269,11 @@ class ClusterStream:
         for leg, error in again:
             whole = tuple(leg.choices)
             if len(whole) == self._n and not any(self._emitted):
-                await self.place(whole, error)
+                await self.place(whole, error, leg.placements)
                 continue
             for choice in sorted(leg.live):
                 self.migrations += 1
-                await self.place((choice,), error)
+                await self.place((choice,), error, leg.placements)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -278,6 +321,7 @@ class ModelClient:
             expect_role="decode",
         )
         self._watcher: asyncio.Task[None] | None = None
+        self._errands: set[asyncio.Task[None]] = set()
 
     @property
     def num_streams(self) -> int:
@@ -290,6 +334,8 @@ class ModelClient:
     async def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        for errand in list(self._errands):
+            errand.cancel()
         await self._queue.close()
         await self._holds.close()
         await self._dialer.close()
@@ -305,11 +351,11 @@ class ModelClient:
         return stream
 
     async def admit(
-        self, request: Request, n: int, remaining_s: float | None
+        self, request: Request, n: int, remaining_s: float | None, *, resumed: bool = False
     ) -> tuple[str, Grant | None]:
         """A replica to submit to, with the queue's grant or, while it is away, without.
 
-        Raises Overloaded.
+        `resumed` goes ahead of what was never admitted. Raises Overloaded.
         """
         prompt = request.num_tokens
         left = request.params.max_tokens - len(request.output_ids)
@@ -318,7 +364,7 @@ class ModelClient:
                 cost_tokens=prompt + n * left,
                 prompt_tokens=prompt,
                 n=n,
-                priority=request.priority,
+                priority=request.priority - (HEAD_START if resumed else 0),
                 remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
             )
         except QueueAway:
@@ -354,6 +400,10 @@ class ModelClient:
     def release(self, grant: Grant | None) -> None:
         if grant is not None:
             self._queue.release(grant)
+
+    def unreachable(self, replica: str) -> None:
+        """Choose others for a moment while the queue is away; it sees for itself what is gone."""
+        self._chooser.failed(replica, time.monotonic())
 
     def opened(self, leg: _Leg) -> None:
         self._legs[leg.link, leg.stream_id] = leg
@@ -391,31 +441,42 @@ class ModelClient:
                 leg.stream.on_lost(leg, reason)
 
     async def _watch(self) -> None:
-        """Tell replicas that Serve dropped: no gateway sends them new work."""
+        """Tell replicas that Serve dropped, or took back, whether to expect new work."""
         while True:
             snapshot = self.directory.replicas()
             now = {r: m["link"] for r, m in snapshot.items() if "link" in m}
+            # None of it waits for a peer: what is dropped must be known before the next grant.
             for replica, address in self._known.items():
                 if replica not in now:
                     self._dropped[replica] = address
-                    await self._say_goodbye(replica, address)
+                    self._soon(self._say_goodbye(replica, address))
             for replica, address in now.items():
-                self._dropped.pop(replica, None)
-                if replica not in self._known:
-                    await self._greet(replica, address)
+                returned = self._dropped.pop(replica, None) is not None
+                if returned or replica not in self._known:
+                    self._soon(self._greet(replica, address, returned))
             self._known = now
             await self.directory.changed(snapshot)
 
-    async def _greet(self, replica: str, address: str) -> None:
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _greet(self, replica: str, address: str, returned: bool) -> None:
         """Have the link before the first request needs it; metrics come over it, too."""
         try:
-            await self._dialer.get(address, expect_id=replica)
+            link = await self._dialer.get(address, expect_id=replica)
         except LinkDown as error:
             logger.info("no link to decode %s yet: %s", replica, error)
+            return
+        if returned and replica not in self._dropped:
+            link.send([Kind.DRAIN, False])
 
     async def _say_goodbye(self, replica: str, address: str) -> None:
         try:
             link = await self._dialer.get(address, expect_id=replica)
-            link.send([Kind.DRAIN])
         except LinkDown:
             self._dialer.forget(address)
+            return
+        if replica in self._dropped:
+            link.send([Kind.DRAIN, True])

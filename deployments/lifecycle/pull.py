@@ -78,7 +78,7 @@ class PullClient:
                 raise TransferError(f"prefill replica: {error}", stage="connect") from error
             done: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
             self._jobs[link, transfer] = job = _Job(intake, chain, done, link)
-            link.send(
+            asked = link.send(
                 [
                     Kind.PREFILL,
                     transfer,
@@ -89,6 +89,8 @@ class PullClient:
                     chain_tokens,
                 ]
             )
+            if not asked:
+                raise TransferError("prefill replica lost before it was asked", stage="link")
             return await self._wait(job, link, transfer)
         finally:
             intake.close()

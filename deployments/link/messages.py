@@ -207,7 +207,7 @@ class Usage:
 # STEP   [Kind.STEP, [StreamEvent.to_wire(), ...]]            one frame a step and gateway
 # CANCEL [Kind.CANCEL, stream_id]
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
-# DRAIN  [Kind.DRAIN]                                       Serve dropped you: take no new grants
+# DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
 # ABANDON [Kind.ABANDON, ticket]                              no longer waiting for a grant
 # RELEASE [Kind.RELEASE, grant_id]                            the request ended, whoever ended it

@@ -1,0 +1,185 @@
+"""How the gateway places submits when replicas come and go, over real links in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from deployments.admission.actor import QueueActor
+from deployments.admission.queue import QueueLimits
+from deployments.link.link import Link
+from deployments.link.messages import Kind
+from engine.errors import Overloaded
+from engine.request import FinishReason, Request, SamplingParams
+
+SECRET = b"a secret of the tests, long enough to be one"
+
+
+def request(i: int, length: int, max_tokens: int) -> Request:
+    rng = random.Random(i)
+    return Request(
+        request_id=f"r{i}",
+        prompt_ids=tuple(rng.randrange(32, 127) for _ in range(length)),
+        params=SamplingParams(
+            max_tokens=max_tokens, seed=rng.getrandbits(64), temperature=1.0, ignore_eos=True
+        ),
+    )
+
+
+class Reader:
+    """Reads a stream to its end, and tells when its first token is there."""
+
+    def __init__(self, stream, n: int = 1) -> None:
+        self.stream = stream
+        self.tokens: list[list[int]] = [[] for _ in range(n)]
+        self.finish: list[FinishReason | None] = [None] * n
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for events in self.stream:
+                for event in events:
+                    self.tokens[event.choice].extend(event.token_ids)
+                    self.finish[event.choice] = event.finish
+        finally:
+            await self.stream.aclose()
+
+    async def each_has(self, count: int) -> None:
+        while min(map(len, self.tokens)) < count:
+            assert not self.task.done()
+            await asyncio.sleep(0.005)
+
+
+async def answer(client, one: Request, n: int = 1) -> list[list[int]]:
+    reader = Reader(await client.open(one, n=n, remaining_s=60.0), n)
+    await reader.task
+    return reader.tokens
+
+
+async def lose(cluster, name: str) -> None:
+    cluster.decode_directory.drop(name)
+    await cluster.decodes.pop(name).close()
+
+
+async def test_what_the_only_replica_had_begun_waits_for_the_next_one(local_cluster):
+    cluster = local_cluster(prefill=False)
+    # The queue gives up on newcomers long before another replica is there.
+    cluster.queue = QueueActor(
+        "app", SECRET, host="127.0.0.1", limits=QueueLimits(no_replica_wait_s=0.1)
+    )
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    one = request(1, 30, 300)
+    expected = await answer(client, one)
+    reader = Reader(await client.open(one, n=1, remaining_s=60.0))
+    await reader.each_has(5)
+    await lose(cluster, "d0")
+    with pytest.raises(Overloaded, match="no decode replica") as refused:
+        await client.open(request(2, 4, 4), n=1, remaining_s=60.0)
+    assert refused.value.code == "no_replicas"
+    await asyncio.sleep(0.5)
+    assert not reader.task.done()
+    await cluster.add_decode("d1")
+    await reader.task
+    assert reader.tokens == expected
+    assert reader.stream.migrations == 1
+
+
+async def test_many_choices_of_one_stream_move_together(local_cluster):
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    one = request(3, 20, 120)
+    expected = await answer(client, one, n=12)
+    reader = Reader(await client.open(one, n=12, remaining_s=60.0), 12)
+    await reader.each_has(3)
+    await cluster.add_decode("d1")
+    await lose(cluster, "d0")
+    await reader.task
+    assert reader.tokens == expected
+    assert reader.stream.migrations == 12
+
+
+async def test_what_was_admitted_before_goes_ahead_of_who_waits(local_cluster):
+    cluster = local_cluster(prefill=False, max_running_requests=1)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    order: list[str] = []
+
+    async def ask(name: str, one: Request) -> None:
+        await answer(client, one)
+        order.append(name)
+
+    first = Reader(await client.open(request(4, 10, 400), n=1, remaining_s=60.0))
+    first.task.add_done_callback(lambda _: order.append("first"))
+    await first.each_has(3)
+    waiting = [asyncio.create_task(ask(f"w{i}", request(10 + i, 4, 4))) for i in range(3)]
+    while client._queue.num_waiting < 3:
+        await asyncio.sleep(0.005)
+    await lose(cluster, "d0")
+    while client._queue.num_waiting < 4:
+        await asyncio.sleep(0.005)
+    await cluster.add_decode("d1")
+    await asyncio.gather(first.task, *waiting)
+    assert order == ["first", "w0", "w1", "w2"]
+
+
+async def test_a_replica_that_serve_takes_back_gets_work_again(local_cluster):
+    cluster = local_cluster(prefill=False)
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    await answer(client, request(5, 4, 4))
+    address = cluster.decode_directory.replicas()["d0"]["link"]
+    cluster.decode_directory.drop("d0")
+    while not decode.draining:
+        await asyncio.sleep(0.005)
+    cluster.decode_directory.put("d0", address)
+    assert len((await answer(client, request(6, 4, 4)))[0]) == 4
+    assert not decode.draining
+
+
+async def test_without_the_queue_a_dead_replica_is_not_asked_again_and_again(local_cluster):
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    await cluster.add_decode("d1")
+    client = await cluster.add_gateway("g0")
+    await cluster.queue.close()
+    while client._queue.available:
+        await asyncio.sleep(0.005)
+    busy = [
+        Reader(await client.open(request(20 + i, 4, 400), n=1, remaining_s=60.0)) for i in range(2)
+    ]
+    for reader in busy:
+        await reader.each_has(3)
+    # Dead, while Serve does not know it yet: the one with the least to do.
+    await cluster.decodes.pop("d0").close()
+    for i in range(5):
+        assert len((await answer(client, request(30 + i, 4, 3)))[0]) == 3
+    for reader in busy:
+        await reader.task
+        assert len(reader.tokens[0]) == 400
+
+
+async def test_a_link_that_ends_under_the_submit_means_another_placement(
+    local_cluster, monkeypatch
+):
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    one = request(7, 10, 10)
+    expected = await answer(client, one)
+    lost = [True]
+    send = Link.send
+
+    def ended_once(link: Link, message) -> bool:
+        if message[0] == Kind.SUBMIT and lost:
+            lost.pop()
+            return False
+        return send(link, message)
+
+    monkeypatch.setattr(Link, "send", ended_once)
+    assert await answer(client, replace(one, request_id="again")) == expected
+    assert lost == []
