@@ -275,7 +275,8 @@ def judge(
                 difference,
                 [
                     f"token {at} is {spelled!r}, which is not among the engine's "
-                    f"{len(expected.top)} most likely; it says {spell(token_bytes(expected.token_id))!r}"
+                    f"{len(expected.top)} most likely; it says "
+                    f"{spell(token_bytes(expected.token_id))!r}"
                 ],
             )
         token_id, logprob = taken
@@ -417,6 +418,7 @@ def run(
     text = load_text(model.args.source)
     say(f"{model.name}: building the engine to compare with")
     engine = LocalEngine(model, text)
+    say(HEADER)
     api = Api(stack.url, model.name, api_key=api_key)
     try:
         import torch
@@ -464,7 +466,7 @@ def _one(
         verdict.failures.append(f"usage says {said.prompt_tokens} prompt tokens")
     after = _decisions(stack, model)
     taken = [way for way, count in after.items() if count > before.get(way, 0)]
-    verdict.route = ", ".join(taken) or None
+    verdict.route = ", ".join(way.rstrip("/") for way in taken) or None
     verdict.forks, verdict.max_logprob_difference, failures = judge(
         said,
         lambda history: engine.go_on(prompt_ids, case, history),
@@ -586,7 +588,6 @@ def verify(
         say(f"{stack.url} is not a session of ours: its KV cannot be looked into")
     try:
         served = _served(stack, model, dtype)
-        say(HEADER)
         result = run(stack, served, tolerance=tolerance, api_key=api_key)
     finally:
         stack.close()

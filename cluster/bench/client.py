@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import orjson
@@ -178,8 +178,8 @@ class Connection(asyncio.Protocol):
         self.usable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are of classes of their own.
+        self._transport = cast("asyncio.Transport", transport)
         self.usable = True
 
     def connection_lost(self, exc: Exception | None) -> None:

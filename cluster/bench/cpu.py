@@ -1,13 +1,17 @@
-"""CPU seconds of the cluster's processes, by what they do."""
+"""CPU seconds of the cluster's processes, by what they do, and of everybody else's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 
-from cluster.bench.stack import Stack
+if TYPE_CHECKING:
+    from cluster.bench.stack import Stack
 
 HAPROXY = "haproxy"
 ALL = "all"
@@ -54,6 +58,41 @@ class CpuMeter:
     def between(self, before: CpuTimes, after: CpuTimes) -> dict[str, float]:
         """CPU seconds by role."""
         return {role: after.since(before, pids) for role, pids in self.roles.items()}
+
+
+class Bystanders:
+    """How much of the machine others took while something was measured: figures of a busy machine
+    are not worth much, and whoever reads them later must be able to see it."""
+
+    def __init__(self, ours: Callable[[], Iterable[psutil.Process]]) -> None:
+        """`ours` are the processes that take part; this one always does."""
+        self._ours = [psutil.Process(), *ours()]
+        self._began_s = time.monotonic()
+        self._busy_s = _busy_s()
+        self._ours_s = self._sum()
+
+    def share(self) -> float:
+        """Of all cores' time since construction, 0 to 1."""
+        busy_s = _busy_s() - self._busy_s - (self._sum() - self._ours_s)
+        wall_s = (time.monotonic() - self._began_s) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, busy_s / wall_s)) if wall_s > 0 else 0.0
+
+    def _sum(self) -> float:
+        total = 0.0
+        for process in self._ours:
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            total += times.user + times.system
+        return total
+
+
+def _busy_s() -> float:
+    """CPU seconds that all cores have worked since boot. Linux counts guests in `user` too."""
+    times = psutil.cpu_times()._asdict()
+    idle = ("idle", "iowait", "guest", "guest_nice", "steal")
+    return sum(seconds for name, seconds in times.items() if name not in idle)
 
 
 def _name(process: psutil.Process) -> str:

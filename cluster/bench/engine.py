@@ -66,6 +66,7 @@ def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) ->
         "torch": measured["torch"],
         "cpu_flags": measured["cpu_flags"],
         "max_chunk_tokens": measured["max_chunk_tokens"],
+        "others_cpu_share": significant(measured["others_cpu_share"]),
         "startup_s": significant(statistics.median(started)),
     }
     for name in RATES:
@@ -87,6 +88,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['model']}  {result['dtype']}  {result['threads']} threads  "
         f"torch {result['torch']}",
+        f"others' share of the CPUs {100 * result['others_cpu_share']:7.0f} %",
         f"start-up                {result['startup_s']:8.2f} s",
     ]
     labels = {

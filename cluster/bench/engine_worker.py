@@ -63,6 +63,9 @@ def measure(job: EngineJob) -> dict[str, Any]:
         return out
     import torch
 
+    from cluster.bench.cpu import Bystanders
+
+    bystanders = Bystanders(list)
     model = built.model
     architecture = getattr(model, "architecture", None)
     limit = None
@@ -88,6 +91,7 @@ def measure(job: EngineJob) -> dict[str, Any]:
                 ),
             )
     built.engine.check()
+    out["others_cpu_share"] = bystanders.share()
     out["samples"] = rates
     for name, values in rates.items():
         out[name] = statistics.median(values)

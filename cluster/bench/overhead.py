@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.cpu import CpuMeter
+import psutil
+
+from cluster.bench.cpu import Bystanders, CpuMeter
 from cluster.bench.loads import Ask
 from cluster.bench.prompts import text_of
 from cluster.bench.stack import ServedModel, Stack, own_stack
@@ -121,6 +123,7 @@ def _beside_engine(stack: Stack, model: ServedModel, effort: Effort, say: Say) -
         say(f"{model.name}: building the engine to compare with")
         built = worker.engine(model.args.model_dump(), model.settings.model_dump())
         worker.server(stack.url)
+        bystanders = Bystanders(lambda: [*stack.processes(), psutil.Process(worker.pid)])
         for side in ("engine", "server"):
             worker.closed(side, [prompts.ask(LOCAL_TOKENS, 4) for _ in range(4)], 1)
             worker.closed(side, [prompts.ask(REMOTE_TOKENS, 4) for _ in range(2)], 1)
@@ -138,6 +141,7 @@ def _beside_engine(stack: Stack, model: ServedModel, effort: Effort, say: Say) -
             str(concurrency): _closed_loop(worker, prompts, concurrency, effort, say)
             for concurrency in CONCURRENCY
         }
+        out["others_cpu_share"] = significant(bystanders.share())
     return out
 
 
@@ -323,6 +327,7 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
     patterns: dict[str, Any] = {}
     with Worker() as worker:
         worker.server(stack.url)
+        bystanders = Bystanders(lambda: [*stack.processes(), psutil.Process(worker.pid)])
         worker.closed("server", [_chat(model.name, i, 8) for i in range(64)], 16)
         for streams in STREAMS:
             # One stream is a hundred tokens: more rounds, or the CPU is a handful of ticks.
@@ -346,6 +351,7 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
         per_request = {
             role: significant(1e6 * seconds / len(asks)) for role, seconds in spent.items()
         }
+        out["synthetic_others_cpu_share"] = significant(bystanders.share())
     out["gateway_us_per_request"] = per_request["gateway"]
     out["synthetic"] = {**patterns, "cpu_us_per_request": per_request}
     return out
@@ -393,6 +399,9 @@ def table(result: dict[str, Any]) -> list[str]:
     for key in KEYS:
         value = result[key]
         lines.append(f"{key:26}{'unknown' if value is None else value:>10}")
+    for key in ("synthetic_others_cpu_share", "others_cpu_share"):
+        if key in result:
+            lines.append(f"{key:26}{result[key]:>10}")
     for concurrency, figures in result.get("closed_loop", {}).items():
         lines.append(f"{concurrency} at once{'':14}    stack  in process  difference   ratio")
         lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,6 +123,8 @@ class Stack:
         if not self._connected:
             head.connect(state, record)
             self._connected = True
+        import logging
+
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
@@ -137,6 +140,8 @@ class Stack:
         ]
         if not ids:
             return []
+        # Serve tells of every handle it opens.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         handle = serve.get_deployment_handle(deployment, app)
         try:
             asked = [getattr(handle, method).remote({**call, "target": target}) for target in ids]
@@ -190,11 +195,13 @@ def own_stack(path: Path | None, say: Say) -> Iterator[Stack]:
     Raises:
         ConfigError, DeployFailed, ClusterError.
     """
-    config = with_synthetic(configuration.load(path))
     home = Path(tempfile.mkdtemp(prefix="tailrace-bench-"))
     state = StateDir(home)
     stack: Stack | None = None
     try:
+        # Reading a configuration imports ray, which reads these once.
+        os.environ.update(head.client_environment(state))
+        config = with_synthetic(configuration.load(path))
         up = session.bring_up(state, config, port=free_ports(1)[0], say=say)
         stack = Stack(up.url, state, up.record)
         yield stack
