@@ -123,7 +123,8 @@ _SCRIPTS = (
 def cases(text: TextModel, rng: random.Random, *, drawn: bool) -> list[Case]:
     """Short and long, plain and chat, sharing a prefix, in several scripts.
 
-    Long ones begin with a number that no earlier run had, so that prefill computes them anew.
+    What prefill is to compute begins with a number that no earlier run had: blocks that the decode
+    replica already holds are its own affair.
     `drawn` adds answers at temperature 1.
     """
 
@@ -145,11 +146,17 @@ def cases(text: TextModel, rng: random.Random, *, drawn: bool) -> list[Case]:
         Case(name="the same again", text=f"{shared} {passage(_SENTENCES, 20)} She"),
     ]
     if text.chat_template is not None:
-        question = "What is the capital of France? Answer in one sentence."
-        long = passage(_SENTENCES, 120) + " Sum this text up."
+
+        def chat(name: str, question: str) -> Case:
+            system = f"{rng.getrandbits(48):012x} is your number. Answer in one sentence."
+            roles = (("system", system), ("user", question))
+            return Case(
+                name=name, messages=tuple({"role": role, "content": text} for role, text in roles)
+            )
+
         found += [
-            Case(name="chat", messages=({"role": "user", "content": question},)),
-            Case(name="chat, long", messages=({"role": "user", "content": long},)),
+            chat("chat", "What is the capital of France?"),
+            chat("chat, long", passage(_SENTENCES, 120) + " What is this text about?"),
         ]
     if drawn:
         found += [

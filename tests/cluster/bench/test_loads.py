@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+
+from cluster.bench.client import StreamResult
+from cluster.bench.loads import Ask, arrivals, closed_loop
+
+
+class Recorder:
+    """A target whose answers take two turns of the loop."""
+
+    def __init__(self) -> None:
+        self.warmed: list[int] = []
+        self.running = 0
+        self.most = 0
+        self.order: list[int] = []
+        self.started_s: dict[int, float] = {}
+
+    async def warm(self, count: int) -> None:
+        self.warmed.append(count)
+
+    async def ask(self, ask: Ask) -> StreamResult:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.order.append(ask.max_tokens)
+        self.started_s[ask.max_tokens] = asyncio.get_running_loop().time()
+        for _ in range(2 + ask.max_tokens % 3):
+            await asyncio.sleep(0)
+        self.running -= 1
+        return StreamResult(0.0, text=str(ask.max_tokens))
+
+
+ASKS = [Ask(max_tokens=i) for i in range(10)]
+
+
+async def test_a_closed_loop_never_has_more_under_way_than_it_may():
+    target = Recorder()
+    results = await closed_loop(target, ASKS, 3)
+    assert [result.text for result in results] == [str(i) for i in range(10)]
+    assert target.most == 3
+    assert target.warmed == [3]
+    assert target.order == list(range(10))
+
+
+async def test_a_closed_loop_of_one_asks_one_after_the_other():
+    target = Recorder()
+    await closed_loop(target, ASKS, 1)
+    assert target.most == 1
+
+
+async def test_a_burst_has_everyone_under_way_at_once():
+    target = Recorder()
+    results = await arrivals(target, ASKS, 0.0)
+    assert [result.text for result in results] == [str(i) for i in range(10)]
+    assert target.most == 10
+    assert target.warmed == [10]
+
+
+async def test_spread_arrivals_keep_their_order_and_their_distance():
+    target = Recorder()
+    await arrivals(target, ASKS, 0.1)
+    assert target.order == list(range(10))
+    assert target.started_s[9] - target.started_s[0] >= 0.089
