@@ -21,6 +21,7 @@ from ray.serve.schema import ApplicationStatus
 
 from deployments.admission.actor import create_or_find_queue, remove_queue
 from deployments.admission.client import QueueReporter
+from deployments.background import background
 from deployments.engine_host import EngineHost
 from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
@@ -37,6 +38,7 @@ from deployments.replica_metrics import ReplicaMetrics
 from deployments.routing.replicas import Directory
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
+from engine.errors import EngineError
 from engine.outputs import StepOutput
 from engine.request import FinishReason
 from engine.transfer.manifest import Prefilled
@@ -61,7 +63,9 @@ class DecodeService:
         self.replica_id = replica_id
         self.host = host
         self.pulls: PullClient | None = None
-        self.draining = False
+        self._drained_by: set[str] = set()
+        """Gateways whose running set this replica is not in; what they said ends with them."""
+
         self.reporter: QueueReporter | None = None
         self._args = args
         self._settings = settings
@@ -97,7 +101,7 @@ class DecodeService:
         await self._server.start()
         server = self._server
         self._tasks.append(
-            asyncio.create_task(self.metrics.run(self._sample, lambda: server.links.values()))
+            background(self.metrics.run(self._sample, lambda: server.links.values()), "metrics")
         )
         return self._server.address
 
@@ -126,7 +130,7 @@ class DecodeService:
         self.pulls = pulls
         self._prefill_holds = holds
         self.streams.remote = PrefillPool(built, pulls, source, hold=holds)
-        self._tasks.append(asyncio.create_task(self._greet_prefills(source, self._dialer)))
+        self._tasks.append(background(self._greet_prefills(source, self._dialer), "greeting"))
 
     def report_to(self, reporter: QueueReporter) -> None:
         """Tell this model's admission queue what is alive here, now and after every change."""
@@ -158,6 +162,10 @@ class DecodeService:
             await self._dialer.close()
         self.host.close()
 
+    @property
+    def draining(self) -> bool:
+        return bool(self._drained_by)
+
     def report(self) -> Report:
         """What the queue needs to know of this replica now."""
         return Report(
@@ -166,7 +174,7 @@ class DecodeService:
             capacity_tokens=self.host.capacity_tokens,
             grants=self.streams.grants(),
             ungranted=self.streams.num_ungranted,
-            draining=self.draining,
+            draining=self.draining or self.host.failure is not None,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -227,9 +235,11 @@ class DecodeService:
 
     def _on_message(self, link: Link, message: list[Any]) -> None:
         if message[0] == Kind.DRAIN:
-            if self.draining != message[1]:
-                self.draining = message[1]
-                self._report()
+            if message[1]:
+                self._drained_by.add(link.peer_id)
+            else:
+                self._drained_by.discard(link.peer_id)
+            self._report()
             return
         self.streams.on_message(link, message)
 
@@ -254,6 +264,9 @@ class DecodeService:
         self.pulls.on_message(link, message)
 
     def _sample(self) -> None:
+        failure = self.host.failure
+        if failure is not None:
+            self.streams.fail_all(EngineError(f"the engine failed: {failure}"))
         self.metrics.sample_engine(self.host.engine.stats(), self._args.block_tokens)
         mismatches = 0 if self.pulls is None else self.pulls.checksum_mismatches
         self.metrics.sample_streams(self.streams.counters, mismatches)
@@ -264,6 +277,8 @@ class DecodeService:
 
     def _on_close(self, link: Link, reason: CloseReason) -> None:
         self.streams.on_close(link, reason)
+        self._drained_by.discard(link.peer_id)
+        self._report()
         self.holds.lost(link.peer_id)
 
 

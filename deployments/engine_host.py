@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from engine.runner import EngineRunner
 
 _LEASE_CHECK_S = 1.0
+STEP_LIMIT_S = 60.0
+"""A step that runs this long never ends: the replica is given up and Serve replaces it."""
 
 
 class EngineHost:
@@ -63,7 +65,13 @@ class EngineHost:
 
     @property
     def failure(self) -> BaseException | None:
-        return self._runner.failure if self._runner is not None else None
+        """Why this engine will not go on: a step that raised, or one that does not end."""
+        runner = self._runner
+        if runner is None:
+            return None
+        if runner.failure is None and runner.step_s > STEP_LIMIT_S:
+            return EngineError(f"one step has been running for {runner.step_s:.0f} s")
+        return runner.failure
 
     def start(
         self,

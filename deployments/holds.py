@@ -31,6 +31,8 @@ class PairHolds:
                 if self._busy(peer_id):
                     idle = False
                 elif idle:
+                    if self._lost.get(peer_id) is lost:
+                        del self._lost[peer_id]
                     return "idle"
                 else:
                     idle = True

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from deployments.background import background
 from deployments.engine_host import EngineHost
 from deployments.holds import PairHolds
 from deployments.lifecycle.export import ExportServer
@@ -71,8 +72,8 @@ class PrefillService:
         await self._server.start()
         server = self._server
         self._tasks = [
-            asyncio.create_task(self.host.expire_leases(self.exports.expired)),
-            asyncio.create_task(self.metrics.run(self._sample, lambda: server.links.values())),
+            background(self.host.expire_leases(self.exports.expired), "leases"),
+            background(self.metrics.run(self._sample, lambda: server.links.values()), "metrics"),
         ]
         return self._server.address
 
@@ -105,6 +106,9 @@ class PrefillService:
         return tuple(hash_chain(root, request.token_ids, chain_tokens))
 
     def _sample(self) -> None:
+        failure = self.host.failure
+        if failure is not None:
+            self.exports.fail_all(f"the engine failed: {failure}")
         engine = self.host.engine
         self.metrics.sample_engine(engine.stats(), engine.config.block_tokens)
 

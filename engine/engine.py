@@ -120,6 +120,11 @@ class Engine:
                 param="prompt",
             )
         validate_params(request.params, vocab)
+        limit, asked = self.config.max_output_tokens, request.params.max_tokens
+        if limit is not None and asked > limit:
+            raise RequestError(
+                f"max_tokens={asked}: this model gives at most {limit}", param="max_tokens"
+            )
 
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens of the request whose KV is in the prefix cache now."""
@@ -165,7 +170,7 @@ class Engine:
     def renew(self, request_id: RequestId, hold_s: float) -> None:
         """Extend the lease on a held request's blocks."""
         with self._lock:
-            self.blocks.renew(request_id, self._clock() + hold_s)
+            self._scheduler.renew(request_id, self._clock() + hold_s)
 
     def release(self, request_id: RequestId) -> None:
         """Give back the lease of a held request. Unknown ids are ignored: leases expire."""

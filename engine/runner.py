@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from engine.outputs import StepOutput
@@ -33,10 +34,17 @@ class EngineRunner:
         self._deliver = deliver
         self._on_failure = on_failure
         self._stopping = False
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def step_s(self) -> float:
+        """How long the running step has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End after the running step. Idempotent."""
@@ -48,7 +56,9 @@ class EngineRunner:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._step_began = time.monotonic()
                 output = self.engine.step()
+                self._step_began = None
                 if output is None:
                     self.engine.wait(_IDLE_WAIT_S)
                 else:

@@ -159,9 +159,11 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
 
     @app.get("/health", responses=_ERRORS)
     async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        names = [info.name for info in get_state().backend.models()]
+        state = get_state()
+        names = [info.name for info in state.backend.models()]
         if names:
-            return _json({"status": "ok", "models": names})
+            revision = state.config.revision
+            return _json({"status": "ok", "models": names, "revision": revision})
         message = "no model is served yet; wait for one, or see `tailrace status`"
         return _response(refusal(503, message, "no_models", headers=retry_after(1.0)))
 

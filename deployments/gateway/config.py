@@ -57,7 +57,7 @@ class GatewayConfig(_Strict):
     """The whole of `user_config`."""
 
     revision: int = Field(default=0, ge=0)
-    """Counts up with every change; the admission queue adopts the highest it has seen."""
+    """Counted up by the operator with every change; `/health` says which one is in force."""
 
     models: tuple[ModelRoute, ...] = ()
     limits: Limits = Limits()
@@ -78,6 +78,14 @@ class GatewayConfig(_Strict):
                         "give each model and alias a name of its own"
                     )
                 owner[name] = route.name
+        apps: dict[str, str] = {}
+        for route in self.models:
+            if route.app in apps:
+                raise ValueError(
+                    f"models: {apps[route.app]!r} and {route.name!r} both name the application "
+                    f"{route.app!r}; give one of them the other's name as an alias"
+                )
+            apps[route.app] = route.name
         return self
 
     @classmethod

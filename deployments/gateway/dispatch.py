@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from deployments.admission.client import QueueAway, QueueClient
+from deployments.background import background
 from deployments.holds import HoldKeeper
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown, LinkHandlers
@@ -105,7 +106,7 @@ class ClusterStream:
         self._events: list[StreamEvent] = []
         self._wake = asyncio.Event()
         self._failure: EngineError | None = None
-        self._again: list[tuple[_Leg, EngineError]] = []
+        self._again: list[tuple[_Leg, Overloaded]] = []
         self._emitted: list[list[int]] = [[] for _ in range(n)]
         self._unfinished = set(range(n))
         self._cached_tokens: int | None = None
@@ -206,7 +207,8 @@ class ClusterStream:
         self._emitted[choice].extend(event.token_ids)
         leg.placements = 0
         if event.usage is not None and self._cached_tokens is None:
-            self._cached_tokens = event.usage.cached_tokens
+            # A later replica finds what the lost one computed: that was for this request.
+            self._cached_tokens = 0 if self.migrations else event.usage.cached_tokens
         event.usage = None
         if event.finish is not None:
             leg.live.discard(choice)
@@ -267,6 +269,8 @@ class ClusterStream:
     async def _replace(self) -> None:
         again, self._again = self._again, []
         for leg, error in again:
+            if error.code == "full":
+                await asyncio.sleep(min(0.1 * 2 ** (leg.placements - 1), 2.0))
             whole = tuple(leg.choices)
             if len(whole) == self._n and not any(self._emitted):
                 await self.place(whole, error, leg.placements)
@@ -329,7 +333,7 @@ class ModelClient:
 
     def start(self) -> None:
         self._queue.start()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = background(self._watch(), "watching replicas")
 
     async def close(self) -> None:
         if self._watcher is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from deployments.background import background
 from deployments.gateway.backend import ModelInfo, Stream
 from deployments.gateway.config import GatewayConfig, ModelRoute
 from deployments.gateway.dispatch import ModelClient
@@ -17,13 +18,17 @@ from engine.text.text_model import TextModel, load_text
 
 logger = logging.getLogger(__name__)
 
+RETIRE_LOOK_S = 0.2
+RELOAD_PAUSE_S = 0.5
+
 
 @dataclass(slots=True)
 class _Served:
     route: ModelRoute
     client: ModelClient
-    loading: asyncio.Task[ModelInfo]
-    """Done when a replica has been seen and the text side is loaded."""
+    loading: asyncio.Task[None] | None = None
+    info: ModelInfo | None = None
+    """Of the replicas that run now; None until one has been seen and the text side is loaded."""
 
 
 class ClusterModels:
@@ -37,32 +42,43 @@ class ClusterModels:
         self._connect = connect
         self._served: dict[str, _Served] = {}
         self._names: dict[str, str] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def apply(self, config: GatewayConfig) -> None:
         """Serve exactly the models of this configuration from now on."""
-        wanted = {route.name: route for route in config.models}
-        for name, served in list(self._served.items()):
-            route = wanted.get(name)
-            if route is None or route.app != served.route.app:
-                del self._served[name]
-                served.loading.cancel()
-                await served.client.close()
-        for name, route in wanted.items():
-            served = self._served.get(name)
-            if served is not None:
-                served.route = route
-                continue
-            client = self._connect(route.app)
-            client.start()
-            loading = asyncio.create_task(self._load(name, client))
-            self._served[name] = _Served(route, client, loading)
+        wanted = {route.app: route for route in config.models}  # by application: names may move
+        for app, served in list(self._served.items()):
+            if app not in wanted:
+                del self._served[app]
+                task = asyncio.create_task(self._retire(served))
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+        for app, route in wanted.items():
+            served = self._served.get(app)
+            if served is None:
+                client = self._connect(app)
+                client.start()
+                served = self._served[app] = _Served(route, client)
+                served.loading = background(self._follow(served), f"following {app}")
+            served.route = route
         self._names = {
-            alias: name for name, route in wanted.items() for alias in (name, *route.aliases)
+            alias: app for app, route in wanted.items() for alias in (route.name, *route.aliases)
         }
 
-    async def close(self) -> None:
-        for served in self._served.values():
+    async def _retire(self, served: _Served) -> None:
+        """Let what is being answered end, then close."""
+        if served.loading is not None:
             served.loading.cancel()
+        while served.client.num_streams:
+            await asyncio.sleep(RETIRE_LOOK_S)
+        await served.client.close()
+
+    async def close(self) -> None:
+        for task in list(self._retiring):
+            task.cancel()
+        for served in self._served.values():
+            if served.loading is not None:
+                served.loading.cancel()
             await served.client.close()
         self._served.clear()
 
@@ -95,7 +111,7 @@ class ClusterModels:
     def _find(self, name: str) -> _Served:
         served = self._served.get(self._names.get(name, ""))
         if served is None:
-            known = ", ".join(sorted(self._served)) or "none"
+            known = ", ".join(sorted(s.route.name for s in self._served.values())) or "none"
             raise RequestError(
                 f"model {name!r} does not exist here; served are: {known}",
                 code="model_not_found",
@@ -104,32 +120,37 @@ class ClusterModels:
             )
         return served
 
-    async def _load(self, name: str, client: ModelClient) -> ModelInfo:
-        metadata: dict[str, Any] = {}
-        while not metadata:
-            snapshot = client.directory.replicas()
-            for candidate in snapshot.values():
-                if "source" in candidate:
-                    metadata = dict(candidate)
-            if not metadata:
-                await client.directory.changed(snapshot)
-        try:
-            text: TextModel = await asyncio.to_thread(load_text, metadata["source"])
-        except EngineError:
-            logger.exception("the text side of %s cannot be loaded on this gateway", name)
-            raise
-        return ModelInfo(
-            name=name,
-            root=metadata["source"],
-            created=metadata["created"],
-            max_context_tokens=metadata["max_context_tokens"],
-            max_output_tokens=metadata["max_output_tokens"],
-            text=text,
-        )
+    async def _follow(self, served: _Served) -> None:
+        """Keep `info` what the running replicas say: a redeploy may bring another model."""
+        while True:
+            snapshot = served.client.directory.replicas()
+            metadata = next((dict(m) for m in snapshot.values() if "source" in m), None)
+            if metadata is not None and _said(metadata) != _known(served.info):
+                try:
+                    text: TextModel = await asyncio.to_thread(load_text, metadata["source"])
+                except EngineError:
+                    logger.exception("the text side of %s cannot be loaded here", served.route.name)
+                    await asyncio.sleep(RELOAD_PAUSE_S)
+                    continue
+                served.info = ModelInfo(
+                    name=served.route.name,
+                    root=metadata["source"],
+                    created=metadata["created"],
+                    max_context_tokens=metadata["max_context_tokens"],
+                    max_output_tokens=metadata["max_output_tokens"],
+                    text=text,
+                )
+            await served.client.directory.changed(snapshot)
+
+
+def _said(metadata: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(metadata[name] for name in ("source", "max_context_tokens", "max_output_tokens"))
+
+
+def _known(info: ModelInfo | None) -> tuple[Any, ...] | None:
+    return info and (info.root, info.max_context_tokens, info.max_output_tokens)
 
 
 def _loaded(served: _Served) -> ModelInfo | None:
-    task = served.loading
-    if not task.done() or task.cancelled() or task.exception() is not None:
-        return None
-    return task.result()
+    info = served.info
+    return None if info is None else replace(info, name=served.route.name)

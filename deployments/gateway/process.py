@@ -21,6 +21,7 @@ from ray import serve
 
 from deployments.admission.actor import find_queue
 from deployments.admission.client import QueueClient
+from deployments.background import background
 from deployments.gateway.api import create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import ModelClient
@@ -70,7 +71,7 @@ class GatewayProcess:
         config = self.state.apply(user_config)
         await self.models.apply(config)
         if self._reporter is None:
-            self._reporter = asyncio.create_task(self._report())
+            self._reporter = background(self._report(), "metrics")
         return config
 
     async def close(self) -> None:

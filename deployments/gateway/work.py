@@ -10,6 +10,7 @@ cancel the streams in every process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -50,6 +51,9 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+LAST_WORD_S = 2.0
+"""For the error that ends an answer: a client that reads nothing is cut off."""
 
 HEADROOM = 0.05
 """Part of a client's own timeout kept back (100 ms at most), so that our answer comes before it
@@ -287,11 +291,13 @@ class Generation(Response):
         self._complete = True
         if self._started:
             # Then the end of the body and no [DONE], which would call the answer whole.
-            await send(
-                {"type": "http.response.body", "body": failure.sse_event(), "more_body": False}
-            )
+            last = {"type": "http.response.body", "body": failure.sse_event(), "more_body": False}
+            sending = send(last)
         else:
-            await send_failure(failure, send)
+            sending = send_failure(failure, send)
+        # A client that reads nothing does not read this either: the server then cuts it off.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(sending, LAST_WORD_S)
 
     @property
     def _phase(self) -> str:

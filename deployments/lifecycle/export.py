@@ -56,6 +56,7 @@ class ExportServer:
         self._chain = chain
         self.max_unacked_bytes = max_unacked_bytes
         self._sessions: dict[str, _Session] = {}
+        self._broken: str | None = None
 
     @property
     def num_sessions(self) -> int:
@@ -121,12 +122,16 @@ class ExportServer:
 
     def fail_all(self, message: str) -> None:
         """The engine is broken: tell every receiver at once."""
+        self._broken = message
         for request_id, session in list(self._sessions.items()):
             session.link.send([Kind.FAIL, session.transfer, "prefill", message])
             self._end(request_id)
 
     def _begin(self, link: Link, request_id: str, message: list[Any]) -> None:
-        _, transfer, wire, first_token, _remaining_ms, window_bytes, chain_tokens = message
+        _, transfer, wire, first_token, window_bytes, chain_tokens = message
+        if self._broken is not None:
+            link.send([Kind.FAIL, transfer, "prefill", self._broken])
+            return
         try:
             given = Request.from_wire(wire)
             request = Request(

@@ -55,6 +55,9 @@ class Submitted:
     prefill: str | None
     """Replica to ask, or None when no prefill replica is healthy."""
 
+    pooled: bool = True
+    """This model has a prefill pool, whether or not one of its replicas can be asked now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
@@ -202,6 +205,9 @@ class Lifecycle:
         if missing <= self.config.local_prefill_tokens:
             return self._run_here("local", "short")
         if event.prefill is None:
+            if event.pooled and missing > self.config.max_fallback_tokens:
+                self.state = State.ENDED
+                return [self._refusal("no prefill replica is healthy", "no_prefill"), End()]
             return self._run_here("local", "no_prefill_replica")
         self.state = State.RESERVING
         self._prefill = event.prefill
@@ -233,13 +239,15 @@ class Lifecycle:
         if self._num_tokens - self._first_token <= self.config.max_fallback_tokens:
             self.state, self.decision, self.reason = State.RUNNING, "fallback", event.stage
             return [ComputeHere(event.stage)]
+        return [*self._stop_all()[:-1], self._refusal(event.message, event.stage), End()]
+
+    def _refusal(self, why: str, stage: str) -> Refuse:
         missing = self._num_tokens - self._first_token
-        refusal = Refuse(
-            f"KV did not arrive ({event.message}) and {missing} tokens are more than this replica "
-            f"computes itself ({self.config.max_fallback_tokens}): try again",
-            event.stage,
+        return Refuse(
+            f"KV did not arrive ({why}) and {missing} tokens are more than this replica computes "
+            f"itself ({self.config.max_fallback_tokens}): try again",
+            stage,
         )
-        return [*self._stop_all()[:-1], refusal, End()]
 
     def _stepped(self, event: Stepped) -> list[Action]:
         if event.choice not in self._alive:

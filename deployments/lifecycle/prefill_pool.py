@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from engine.build import BuiltEngine
 
 
+_REPLICAS_FAULT = frozenset({"connect", "link", "offer", "prefill", "stall"})
+"""Stages after which a replica rests. A prompt's own fault, say, tells nothing of it."""
+
+
 class ReplicaSource(Protocol):
     """Where the running set of a deployment comes from."""
 
@@ -63,7 +67,6 @@ class PrefillPool:
         request: Request,
         blocks: tuple[int, ...],
         first_token: int,
-        remaining_s: float | None,
     ) -> Prefilled:
         """See `RemotePrefill`."""
         metadata = self._source.replicas().get(replica)
@@ -83,10 +86,10 @@ class PrefillPool:
                 intake,
                 chain=chain,
                 chain_tokens=pool.block_tokens,
-                remaining_s=remaining_s,
             )
-        except TransferError:
-            self._chooser.failed(replica, time.monotonic())
+        except TransferError as error:
+            if error.stage in _REPLICAS_FAULT:
+                self._chooser.failed(replica, time.monotonic())
             raise
         else:
             self._chooser.succeeded(replica)

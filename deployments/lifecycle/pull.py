@@ -61,7 +61,6 @@ class PullClient:
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
-        remaining_s: float | None,
     ) -> Prefilled:
         """Bring tokens `[intake.first_token, intake.num_tokens)` of the request into the intake.
 
@@ -84,7 +83,6 @@ class PullClient:
                     transfer,
                     request.to_wire(),
                     intake.first_token,
-                    None if remaining_s is None else max(1, int(remaining_s * 1000)),
                     self.window_bytes,
                     chain_tokens,
                 ]

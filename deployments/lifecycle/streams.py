@@ -7,6 +7,7 @@ microseconds; the engine's steps come in through `on_step`, one call a step.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from deployments.lifecycle.machine import (
     Refuse,
     Reserved,
     Start,
+    State,
     Stepped,
     Stop,
     StopPull,
@@ -67,7 +69,6 @@ class RemotePrefill(Protocol):
         request: Request,
         blocks: tuple[int, ...],
         first_token: int,
-        remaining_s: float | None,
     ) -> Prefilled:
         """Fill `blocks` from `first_token` on. Raises TransferError; never half done."""
         ...
@@ -173,6 +174,7 @@ class StreamTable:
         self._streams: dict[tuple[Link, int], _Stream] = {}
         self._choices: dict[str, tuple[_Stream, int]] = {}
         self._num_choices = 0
+        self._serial = itertools.count(1)
         self._broken: EngineError | None = None
 
     @property
@@ -231,9 +233,15 @@ class StreamTable:
             stream, choice = entry
             if output.token is None:
                 self._run(stream, Failed("the model gave no usable logits for this request"))
-            else:
-                event = self._output(stream, choice, output)
-                frames.setdefault(stream.link, []).append(event.to_wire())
+                continue
+            try:
+                wire = self._output(stream, choice, output).to_wire()
+            except Exception:
+                # One stream's fault must not cost the others of this step their tokens.
+                logger.exception("output of %s could not be taken", output.request_id)
+                self._run(stream, Failed("an internal fault; send the request again"))
+                continue
+            frames.setdefault(stream.link, []).append(wire)
         if self._gaps:
             self._observer.gaps(self._gaps)
             self._gaps = []
@@ -243,9 +251,11 @@ class StreamTable:
 
     def fail_all(self, error: EngineError) -> None:
         """The engine is broken: refuse everything now and from now on."""
-        self._broken = error
-        for key in list(self._streams):
-            self._event(key, Failed(str(error)))
+        # `full` and a lost link: gateways take both elsewhere, and go on where the client was.
+        self._broken = Overloaded(str(error), code="full", retry_after_s=1.0)
+        for link in {link for link, _ in self._streams}:
+            link.close(str(error))
+        self._changed()
 
     def _submit(self, link: Link, message: list[Any]) -> None:
         stream_id = int(message[1])
@@ -283,7 +293,7 @@ class StreamTable:
             Lifecycle(self.config),
             deadline,
             now,
-            f"{link.peer_id}:{submit.stream_id}",
+            f"{link.peer_id}:{submit.stream_id}:{next(self._serial)}",
         )
         self._streams[key] = stream
         self._num_choices += submit.n
@@ -298,7 +308,10 @@ class StreamTable:
             if prefill is not None:
                 cached = self._engine.cached_tokens(request)
         try:
-            self._run(stream, Submitted(request.num_tokens, cached, submit.n, prefill))
+            self._run(
+                stream,
+                Submitted(request.num_tokens, cached, submit.n, prefill, self.remote is not None),
+            )
         except EngineError:
             self._forget(stream)
             raise
@@ -331,7 +344,8 @@ class StreamTable:
     def _act(self, stream: _Stream, action: Action) -> None:
         match action:
             case Start(choice, remote):
-                self._start(stream, choice, remote)
+                if stream.machine.state is not State.ENDED:  # a sibling before this was refused
+                    self._start(stream, choice, remote)
             case Pull(prefill, first_token):
                 if stream.pull is not None:
                     self._count_fallback("other_replica")
@@ -398,8 +412,7 @@ class StreamTable:
         request = self._engine_request(stream)
         started = time.monotonic()
         try:
-            remaining = None if stream.deadline is None else stream.deadline - started
-            prefilled = await remote.pull(prefill, request, stream.blocks, first_token, remaining)
+            prefilled = await remote.pull(prefill, request, stream.blocks, first_token)
         except TransferError as error:
             failures = self.counters.pull_failures
             failures[error.stage] = failures.get(error.stage, 0) + 1

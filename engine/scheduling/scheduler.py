@@ -175,7 +175,8 @@ class Scheduler:
         """
         assert not (remote and hold_until is not None), "a prefill request imports nothing"
         self._check_fits(request)
-        if len(self._waiting) >= self.config.max_waiting_requests:
+        room = max(0, self.config.max_running_requests - self._num_admitted)
+        if len(self._waiting) >= self.config.max_waiting_requests + room:
             raise Overloaded(
                 f"{len(self._waiting)} requests are waiting, max_waiting_requests="
                 f"{self.config.max_waiting_requests}: try again later or raise the limit"
@@ -210,6 +211,13 @@ class Scheduler:
         else:
             self._release(tracked)
         return True
+
+    def renew(self, request_id: RequestId, deadline: float) -> None:
+        """Move the deadline of a held request's lease, also of one that still waits for blocks."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None and tracked.hold_until is not None:
+            tracked.hold_until = deadline
+        self.blocks.renew(request_id, deadline)
 
     def cancel(self, request_id: RequestId) -> bool:
         """`finish` for a client that went away."""

@@ -48,7 +48,6 @@ class InProcessTransport:
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
-        remaining_s: float | None,
     ) -> Prefilled:
         """See `KVTransport`. `address` is not used."""
         self._count += 1

@@ -24,7 +24,6 @@ class KVTransport(Protocol):
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
-        remaining_s: float | None,
     ) -> Prefilled:
         """Bring tokens `[intake.first_token, intake.num_tokens)` of the request into the intake.
 

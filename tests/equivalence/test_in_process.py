@@ -175,7 +175,6 @@ async def pull(prefill: BuiltEngine, decode: BuiltEngine, request: Request, **tr
             intake,
             chain=tuple(chain),
             chain_tokens=pool.block_tokens,
-            remaining_s=None,
         )
     except TransferError as error:
         engine.kv_failed(request.request_id)

@@ -42,7 +42,7 @@ async def test_a_listed_model_has_every_key(gateway: Any) -> None:
 
 async def test_health_is_200_with_a_model_and_503_without(gateway: Any) -> None:
     well = await gateway.raw("GET", "/health")
-    assert (well.status, well.json()) == (200, {"status": "ok", "models": ["tiny"]})
+    assert (well.status, well.json()) == (200, {"status": "ok", "models": ["tiny"], "revision": 0})
     gateway.backend.infos.clear()
     ill = await gateway.raw("GET", "/health")
     assert (ill.status, ill.error["code"]) == (503, "no_models")

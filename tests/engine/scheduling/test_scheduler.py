@@ -534,14 +534,40 @@ def test_a_failed_pass_counts_for_nothing():
 
 
 def test_a_full_queue_refuses():
-    s = make_scheduler(max_waiting_requests=2)
+    s = make_scheduler(max_running_requests=1, max_waiting_requests=2)
+    s.add(make_request("running"), 0.0)
+    step(s)
     s.add(make_request("a"), 0.0)
     s.add(make_request("b"), 0.0)
     with pytest.raises(Overloaded, match="2 requests are waiting, max_waiting_requests=2"):
         s.add(make_request("c"), 0.0)
-    step(s)
+    s.cancel("running")
     s.add(make_request("c"), 0.0)
     s.check()
+
+
+def test_a_free_slot_is_room_whatever_may_wait():
+    s = make_scheduler(max_running_requests=2, max_waiting_requests=0)
+    s.add(make_request("a"), 0.0)
+    s.add(make_request("b"), 0.0)
+    with pytest.raises(Overloaded):
+        s.add(make_request("c"), 0.0)
+    step(s)
+    with pytest.raises(Overloaded):
+        s.add(make_request("c"), 0.0)
+    s.check()
+
+
+def test_renewing_a_lease_counts_while_its_prompt_still_waits_for_blocks():
+    s = make_scheduler(num_blocks=3, block_tokens=4)
+    s.add(make_request("busy", 8), 0.0)
+    step(s)
+    s.add(make_request("held", 8), 0.0, hold_until=30.0)
+    s.renew("held", 60.0)
+    s.cancel("busy")
+    step(s)
+    assert s.blocks.expire(59.0) == []
+    assert s.blocks.expire(60.0) == ["held"]
 
 
 def test_a_prompt_beyond_the_context_is_refused():
