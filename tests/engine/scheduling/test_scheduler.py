@@ -559,7 +559,7 @@ def test_a_free_slot_is_room_whatever_may_wait():
 
 
 def test_renewing_a_lease_counts_while_its_prompt_still_waits_for_blocks():
-    s = make_scheduler(num_blocks=3, block_tokens=4)
+    s = make_scheduler(num_blocks=4, block_tokens=4)
     s.add(make_request("busy", 8), 0.0)
     step(s)
     s.add(make_request("held", 8), 0.0, hold_until=30.0)
