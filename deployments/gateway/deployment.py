@@ -11,6 +11,7 @@ from typing import Any
 
 from ray import serve
 
+from deployments.gateway.events import to_json
 from deployments.gateway.process import GatewayProcess, build_app
 from deployments.secret import read_link_secret
 
@@ -32,6 +33,11 @@ class Gateway:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         await self._process.apply(user_config)
+
+    async def events(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """The typed events of request `call["request_id"]` that this gateway still remembers."""
+        log = self._process.state.log
+        return [to_json(event) for event in log.of(call["request_id"])]
 
     async def __del__(self) -> None:
         process = getattr(self, "_process", None)

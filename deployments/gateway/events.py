@@ -34,6 +34,9 @@ class Received(_Event):
 class Tokenised(_Event):
     """Body read, validated, templated, tokenised."""
 
+    answer_id: str
+    """Of the answer; a decode replica's log of the same request goes by it."""
+
     model: str
     stream: bool
     prompts: int

@@ -155,6 +155,7 @@ class Generation(Response):
             Tokenised(
                 request_id=self._call.request_id,
                 at_s=now_s,
+                answer_id=plan.answer_id,
                 model=plan.info.name,
                 stream=plan.stream,
                 prompts=len(plan.requests),

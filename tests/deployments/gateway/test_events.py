@@ -25,6 +25,7 @@ def history(*ends: Event) -> list[Event]:
     return [
         Received(request_id="r", at_s=8.0, endpoint="chat"),
         Tokenised(
+            answer_id="chatcmpl-1",
             request_id="r",
             at_s=8.25,
             model="tiny",
