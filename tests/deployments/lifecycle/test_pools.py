@@ -6,89 +6,9 @@ import asyncio
 import random
 
 import pytest
+from pools import alone, ask, reference, request, settled
 
-from engine.build import assemble
-from engine.config import EngineConfig, ModelConfig, SchedulerConfig
-from engine.models.load import load_model
-from engine.request import FinishReason, Request, SamplingParams
-from engine.text.text_model import load_text
-
-
-def request(i: int, length: int, max_tokens: int = 12, **params) -> Request:
-    rng = random.Random(i)
-    prompt = tuple(rng.randrange(32, 127) for _ in range(length))
-    values = {"max_tokens": max_tokens, "seed": rng.getrandbits(64), "temperature": 1.0, **params}
-    return Request(request_id=f"r{i}", prompt_ids=prompt, params=SamplingParams(**values))
-
-
-def reference(source: str, requests: list[Request]) -> dict[str, tuple[list[int], str]]:
-    """What one engine says, each request alone."""
-    model = load_model(ModelConfig(name="m", source=source))
-    tokenizer = load_text(source).tokenizer
-    answers = {}
-    for one in requests:
-        config = EngineConfig(
-            model=ModelConfig(name="m", source=source),
-            num_blocks=400,
-            block_tokens=8,
-            max_context_tokens=1024,
-            scheduler=SchedulerConfig(),
-        )
-        engine = assemble(config, model, tokenizer).engine
-        engine.submit(one)
-        tokens, text = [], ""
-        while (step := engine.step()) is not None:
-            for output in step.outputs:
-                tokens.append(output.token.token_id)
-                text += output.text
-        answers[one.request_id] = (tokens, text)
-    return answers
-
-
-async def ask(client, one: Request, n: int = 1):
-    stream = await client.open(one, n=n, remaining_s=30.0)
-    tokens = [[] for _ in range(n)]
-    text = [""] * n
-    finish = [None] * n
-    usage = None
-    try:
-        async for events in stream:
-            for event in events:
-                tokens[event.choice].extend(event.token_ids)
-                text[event.choice] += event.text
-                finish[event.choice] = event.finish or finish[event.choice]
-                usage = event.usage or usage
-    finally:
-        await stream.aclose()
-    return tokens, text, finish, usage
-
-
-async def settled(cluster) -> None:
-    """Wait until nothing is alive anywhere, or fail saying what is."""
-    for _ in range(200):
-        left = [
-            (name, s.streams.num_streams, s.streams.num_choices, s.host.engine.stats())
-            for name, s in cluster.decodes.items()
-            if s.streams.num_choices
-            or s.streams.num_streams
-            or s.host.engine.stats().num_held_blocks
-            or (s.pulls is not None and s.pulls.num_active)
-        ]
-        left += [
-            (name, s.exports.num_sessions, s.host.engine.stats())
-            for name, s in cluster.prefills.items()
-            if s.exports.num_sessions
-            or s.host.engine.stats().num_held_blocks
-            or s.host.engine.stats().num_leases
-        ]
-        left += [("gateway", c.num_streams) for c in cluster.clients if c.num_streams]
-        left += [("held", c._queue.num_held) for c in cluster.clients if c._queue.num_held]
-        if not left:
-            for service in (*cluster.decodes.values(), *cluster.prefills.values()):
-                service.host.built.engine.check()
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"still alive: {left}")
+from engine.request import FinishReason
 
 
 @pytest.mark.parametrize("source", ["fake", "tiny"])
@@ -150,9 +70,10 @@ async def test_300_requests_with_random_disconnects_leave_nothing_behind(local_c
     await cluster.add_decode("d1")
     clients = [await cluster.add_gateway("g0"), await cluster.add_gateway("g1")]
     rng = random.Random(11)
-    outcomes = {"finished": 0, "cancelled": 0}
+    finished, cancelled = [], 0
 
     async def one(i: int) -> None:
+        nonlocal cancelled
         await asyncio.sleep(rng.random() * 2.0)
         shape = request(i, rng.choice([2, 10, 30, 80, 150]), rng.choice([1, 4, 30]))
         task = asyncio.create_task(ask(rng.choice(clients), shape, n=rng.choice([1, 1, 1, 3])))
@@ -160,15 +81,17 @@ async def test_300_requests_with_random_disconnects_leave_nothing_behind(local_c
             await asyncio.sleep(rng.random() ** 3 * 0.4)
             task.cancel()
         try:
-            await task
-            outcomes["finished"] += 1
+            tokens, *_ = await task
+            finished.append((shape, tokens))
         except asyncio.CancelledError:
-            outcomes["cancelled"] += 1
+            cancelled += 1
 
     await asyncio.gather(*(one(i) for i in range(300)))
-    assert outcomes["finished"] > 50
-    assert outcomes["cancelled"] > 50
+    assert len(finished) > 50
+    assert cancelled > 50
     await settled(cluster)
+    for shape, tokens in finished:
+        assert tokens == [alone("fake", shape, choice).tokens for choice in range(len(tokens))]
 
 
 async def test_a_slow_reader_stalls_only_itself(local_cluster):
@@ -234,11 +157,6 @@ async def test_a_dead_prefill_replica_means_another_one(local_cluster):
     tokens, text, *_ = await ask(client, one)
     assert (tokens[0], text[0]) == expected["r3"]
     assert decode.streams.counters.decisions == {("fallback", "connect"): 1}
-    await settled_decodes(cluster)
-
-
-async def settled_decodes(cluster) -> None:
-    cluster.prefills.clear()
     await settled(cluster)
 
 
