@@ -57,9 +57,68 @@ class Probe:
         snapshot, pid = ray.get(calls, timeout=timeout_s)
         return {**snapshot, "pid": pid}
 
+    def queue_exists(self, app: str) -> bool:
+        import ray
+
+        try:
+            ray.get_actor(f"tailrace-queue:{app}", namespace="tailrace")
+        except ValueError:
+            return False
+        return True
+
+    def watch(self, app: str, deployment: str, replica: str) -> None:
+        """Let a decode replica note, a thousand times a second, when what it holds changes."""
+        self._call(app, deployment, replica, _start_watch)
+
+    def watched(self, app: str, deployment: str, replica: str) -> list[list[float]]:
+        """`[monotonic seconds, streams, blocks held]` at every change since `watch`."""
+        return self._call(app, deployment, replica, _seen)
+
+    def _call(self, app: str, deployment: str, replica: str, function: Any) -> Any:
+        import ray
+
+        name = f"SERVE_REPLICA::{app}#{deployment}#{replica}"
+        return ray.get(ray.get_actor(name, namespace="serve").__ray_call__.remote(function))
+
 
 def _pid(actor: Any) -> int:
     return os.getpid()
+
+
+def _service() -> Any:
+    """The decode service of the replica in which this runs."""
+    import gc
+
+    from deployments.decode import DecodeService
+
+    gc.unfreeze()  # Serve freezes what was there when the replica was ready
+    (service,) = [found for found in gc.get_objects() if isinstance(found, DecodeService)]
+    gc.freeze()
+    return service
+
+
+def _start_watch(actor: Any) -> None:
+    import threading
+    import time
+
+    service = _service()
+    seen: list[list[float]] = []
+
+    def watch() -> None:
+        while True:
+            held = service.host.engine.stats().num_held_blocks
+            state = [service.streams.num_streams, held]
+            if not seen or seen[-1][1:] != state:
+                seen.append([time.monotonic(), *state])
+                del seen[:-1000]
+            time.sleep(0.001)
+
+    service.seen_by_tests = seen
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _seen(actor: Any) -> list[list[float]]:
+    return _service().seen_by_tests
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from cluster.ports import free_ports
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ("fake", "tiny")
 BLOCK_TOKENS = 8
-NUM_BLOCKS = 600
+NUM_BLOCKS = 4000
 LOCAL_PREFILL_TOKENS = 16
 SLOTS = 16
 """Choices each decode replica runs at once."""
@@ -63,15 +63,17 @@ def configuration() -> dict[str, Any]:
                     }
                 ],
             },
-            _model("fake", decodes=1),
-            _model("tiny", decodes=2),
+            model_application("fake", "fake", decodes=1),
+            model_application("tiny", "tiny", decodes=2),
         ],
     }
 
 
-def _model(source: str, *, decodes: int) -> dict[str, Any]:
+def model_application(name: str, source: str, *, decodes: int, prefills: int = 1) -> dict[str, Any]:
+    """One model's entry in the configuration."""
+    pools = [("Decode", decodes), *([("Prefill", prefills)] if prefills else [])]
     return {
-        "name": source,
+        "name": name,
         "import_path": "deployments.app:model",
         "route_prefix": None,
         "runtime_env": {
@@ -81,16 +83,17 @@ def _model(source: str, *, decodes: int) -> dict[str, Any]:
             }
         },
         "args": {
-            "name": source,
+            "name": name,
             "source": source,
             "dtype": "float64",
             "block_tokens": BLOCK_TOKENS,
             "num_blocks": NUM_BLOCKS,
             "num_threads": 1,
+            "prefill": prefills > 0,
         },
         "deployments": [
             {
-                "name": name,
+                "name": pool,
                 "num_replicas": replicas,
                 "max_surge_percent": 100,
                 "max_ongoing_requests": 1000,
@@ -98,7 +101,7 @@ def _model(source: str, *, decodes: int) -> dict[str, Any]:
                 "ray_actor_options": {"num_cpus": 0.1},
                 "user_config": dict(POOL),
             }
-            for name, replicas in (("Prefill", 1), ("Decode", decodes))
+            for pool, replicas in pools
         ],
     }
 
@@ -147,14 +150,17 @@ class Cluster:
         self.home = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
         self.config = configuration()
         self.ready: dict[str, Any] = {}
+        self.progress = ""
+        """What the command said while it started the session."""
+
         self._probe: _Probe | None = None
         self._serve: httpx.Client | None = None
 
     # Its life
 
     def start(self) -> None:
-        code, self.ready, errors = self.up("--port", str(free_ports(1)[0]))
-        assert code == 0, errors
+        code, self.ready, self.progress = self.up("--port", str(free_ports(1)[0]))
+        assert code == 0, self.progress
         token = (self.home / "ray.token").read_text().strip()
         self._serve = httpx.Client(
             base_url=self.ready["dashboard_url"],
@@ -163,6 +169,7 @@ class Cluster:
             trust_env=False,
         )
         self._probe = _Probe(self.home)
+        self.settled()  # also makes the probe's handles, which takes a moment
 
     def up(self, *args: str) -> tuple[int, Any, str]:
         """`tailrace up` with `self.config`: exit code, its JSON object, standard error."""
@@ -245,6 +252,21 @@ class Cluster:
         """The admission queue's snapshot and pid. Raises ProbeError while it is away."""
         assert self._probe is not None
         return self._probe("queue", app=app, timeout_s=timeout_s)
+
+    def queue_exists(self, app: str) -> bool:
+        assert self._probe is not None
+        return self._probe("queue_exists", app=app)
+
+    def watch(self, app: str, replica: str) -> None:
+        """Have a decode replica note when what it holds changes."""
+        assert self._probe is not None
+        self._probe("watch", app=app, deployment="Decode", replica=replica)
+
+    def watched(self, app: str, replica: str) -> list[tuple[float, int, int]]:
+        """`(monotonic seconds, streams, blocks held)` at every change since `watch`."""
+        assert self._probe is not None
+        changes = self._probe("watched", app=app, deployment="Decode", replica=replica)
+        return [(at, int(streams), int(blocks)) for at, streams, blocks in changes]
 
     def counted(self, app: str, counter: str) -> dict[str, int]:
         """A counter of the decode replicas, summed over them."""
