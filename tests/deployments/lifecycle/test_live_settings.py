@@ -1,0 +1,111 @@
+"""`user_config` that changes while streams run: new limits at once, running streams untouched."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pools import Passes, alone, answers, opened, request, settled, until
+
+from deployments.settings import PoolSettings
+
+
+def changed(cluster, **changes) -> PoolSettings:
+    return cluster.settings.model_copy(update=changes)
+
+
+async def begun(client, decode, i: int):
+    """The `i`th stream: it fills its window of 16 tokens and then waits for its reader."""
+    stream = await client.open(request(i, 4, 200, ignore_eos=True), n=1, remaining_s=60.0)
+    table = decode.streams
+    await until(lambda: sum(s.paused for s in table._streams.values()) == i, "a full window")
+    return stream
+
+
+async def finished(stream) -> list[int]:
+    tokens = []
+    async for events in stream:
+        for event in events:
+            tokens.extend(event.token_ids)
+    await stream.aclose()
+    return tokens
+
+
+async def test_more_slots_are_handed_out_at_once(local_cluster):
+    cluster = local_cluster(prefill=False, max_running_requests=1)
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    client.window_tokens = 16
+    running = await begun(client, decode, 1)
+    waits = asyncio.create_task(answers(client, request(2, 4)))
+    await until(lambda: client._queue.num_waiting == 1, "a request in the queue")
+    decode.apply(changed(cluster, max_running_requests=2))
+    assert await waits == [alone("fake", request(2, 4))]
+    assert decode.streams.num_streams == 1
+    assert await finished(running) == alone("fake", request(1, 4, 200, ignore_eos=True)).tokens
+    await settled(cluster)
+
+
+async def test_fewer_slots_end_no_stream_and_hold_new_ones_back(local_cluster):
+    cluster = local_cluster(prefill=False, max_running_requests=2)
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    client.window_tokens = 16
+    running = [await begun(client, decode, i) for i in (1, 2)]
+    decode.apply(changed(cluster, max_running_requests=1))
+    waits = asyncio.create_task(answers(client, request(3, 4)))
+    await until(lambda: client._queue.num_waiting == 1, "a request in the queue")
+    for i, stream in enumerate(running, start=1):
+        assert not waits.done()
+        assert decode.streams.num_choices == 3 - i
+        assert await finished(stream) == alone("fake", request(i, 4, 200, ignore_eos=True)).tokens
+    assert await waits == [alone("fake", request(3, 4))]
+    assert decode.streams.counters.refused == {}
+    await settled(cluster)
+
+
+async def test_what_is_worth_sending_away_changes_at_once(local_cluster):
+    cluster = local_cluster()
+    await cluster.add_prefill("p0")
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    for i, local_prefill_tokens in enumerate([16, 100, 99]):
+        decode.apply(changed(cluster, local_prefill_tokens=local_prefill_tokens))
+        assert await answers(client, request(i, 100)) == [alone("fake", request(i, 100))]
+    assert [entry["decision"] for entry in decode.streams.log] == [
+        "disaggregated",
+        "local",
+        "disaggregated",
+    ]
+    await settled(cluster)
+
+
+async def test_a_decode_replica_stalls_out_by_the_newest_limit(local_cluster):
+    cluster = local_cluster(pull_stall_s=5.0)
+    await cluster.add_prefill("p0")
+    decode = await cluster.add_decode("d0")
+    decode.apply(changed(cluster, pull_stall_s=0.25, transfer_window_bytes=77))
+    assert (decode.pulls.stall_s, decode.pulls.window_bytes) == (0.25, 77)
+
+
+async def test_prefill_takes_smaller_steps_under_a_running_transfer(local_cluster):
+    cluster = local_cluster("tiny")
+    prefill = await cluster.add_prefill("p0")
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    passes = Passes(prefill)
+    passes.hold_at = 1
+    first, second = request(1, 100), request(2, 100)
+    try:
+        reader = await opened(client, first)
+        await until(lambda: passes.reached, "the pass under way")
+        prefill.apply(changed(cluster, max_chunk_tokens=20, max_unacked_bytes=1))
+    finally:
+        passes.release()
+    await reader.task
+    assert reader.answers == [alone("tiny", first)]
+    assert passes.count == 1
+    assert await answers(client, second) == [alone("tiny", second)]
+    assert passes.count == 1 + 5
+    assert prefill.exports.max_unacked_bytes == 1
+    assert decode.streams.counters.decisions == {("disaggregated", ""): 2}
+    await settled(cluster)
