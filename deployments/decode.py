@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 2.0
+"""A link that ended while its prefill replica lives is dialled again after at most this long."""
 
 
 class DecodeService:
@@ -244,7 +248,7 @@ class DecodeService:
         self.streams.on_message(link, message)
 
     async def _greet_prefills(self, source: ReplicaSource, dialer: Dialer) -> None:
-        """Have a link to every prefill replica before the first prompt needs it."""
+        """Have a link to every prefill replica before a prompt needs it; metrics use it, too."""
         while True:
             snapshot = source.replicas()
             for replica, metadata in snapshot.items():
@@ -252,7 +256,8 @@ class DecodeService:
                     await dialer.get(metadata["link"], expect_id=replica)
                 except LinkDown as error:
                     logger.info("no link to prefill %s yet: %s", replica, error)
-            await source.changed(snapshot)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(source.changed(snapshot), LOOK_AGAIN_S)
 
     def _from_prefill(self, link: Link, message: list[Any]) -> None:
         if message[0] == Kind.SNAPSHOT:

@@ -14,6 +14,7 @@ would have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -56,6 +57,9 @@ UNKNOWN_REPLICA_WAIT_S = 5.0
 
 RETRY_PAUSE_S = 0.05
 NO_REPLICA_PAUSE_S = 0.5
+
+LOOK_AGAIN_S = 2.0
+"""A link that ended while its replica lives is dialled again after at most this long."""
 
 
 class ReplicaDirectory(Protocol):
@@ -456,10 +460,11 @@ class ModelClient:
                     self._soon(self._say_goodbye(replica, address))
             for replica, address in now.items():
                 returned = self._dropped.pop(replica, None) is not None
-                if returned or replica not in self._known:
+                if returned or not self._dialer.is_open(address):
                     self._soon(self._greet(replica, address, returned))
             self._known = now
-            await self.directory.changed(snapshot)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.directory.changed(snapshot), LOOK_AGAIN_S)
 
     def _soon(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -467,7 +472,7 @@ class ModelClient:
         task.add_done_callback(self._errands.discard)
 
     async def _greet(self, replica: str, address: str, returned: bool) -> None:
-        """Have the link before the first request needs it; metrics come over it, too."""
+        """Have the link before a request needs it; metrics come over it, too."""
         try:
             link = await self._dialer.get(address, expect_id=replica)
         except LinkDown as error:

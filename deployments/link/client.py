@@ -141,6 +141,11 @@ class Dialer:
             raise LinkDown(f"{expect_id!r} is gone: {reason}", reason)
         return link
 
+    def is_open(self, address: str) -> bool:
+        """Whether `get` would answer without dialling."""
+        peer = self._peers.get(address)
+        return peer is not None and peer.link is not None and peer.link.is_open
+
     def forget(self, address: str, detail: str = "") -> None:
         """Close the link to `address` and what is known of it; for a peer that left the cluster."""
         peer = self._peers.pop(address, None)

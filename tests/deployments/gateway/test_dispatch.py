@@ -184,3 +184,22 @@ async def test_a_link_that_ends_under_the_submit_means_another_placement(
     monkeypatch.setattr(Link, "send", ended_once)
     assert await answer(client, replace(one, request_id="again")) == expected
     assert lost == []
+
+
+async def test_a_link_that_ended_while_its_replica_lives_is_dialled_again(
+    local_cluster, monkeypatch
+):
+    monkeypatch.setattr("deployments.gateway.dispatch.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("deployments.decode.LOOK_AGAIN_S", 0.05)
+    cluster = local_cluster()
+    prefill = await cluster.add_prefill("p0")
+    decode = await cluster.add_decode("d0")
+    await cluster.add_gateway("g0")
+    for service, peer in ((decode, "g0"), (prefill, "d0")):
+        links = service._server.links
+        while peer not in links:
+            await asyncio.sleep(0.005)
+        ended = links[peer]
+        ended.close()
+        while links.get(peer) in (None, ended):
+            await asyncio.sleep(0.005)
