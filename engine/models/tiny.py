@@ -73,7 +73,13 @@ def _emphasis() -> NDArray[np.float64]:
     return factor
 
 
+def tiny_fingerprint(dtype: torch.dtype) -> str:
+    """Identity of the weights in `dtype`."""
+    return sha256(f"{_RECIPE} {dtype}".encode()).hexdigest()
+
+
 def tiny_model(dtype: torch.dtype = torch.float64) -> Decoder:
-    """The decoder, in float64 unless another `dtype` is asked for."""
-    fingerprint = sha256(f"{_RECIPE} {dtype}".encode()).hexdigest()
-    return Decoder(TINY_ARCHITECTURE, tiny_tensors(), dtype=dtype, fingerprint=fingerprint)
+    """The decoder of torch, in float64 unless another `dtype` is asked for."""
+    return Decoder(
+        TINY_ARCHITECTURE, tiny_tensors(), dtype=dtype, fingerprint=tiny_fingerprint(dtype)
+    )

@@ -10,6 +10,8 @@ from engine.execution.inputs import step_inputs
 from engine.execution.pool import KVPool
 from engine.models.architecture import Architecture, Llama3Scaling, Rope
 from engine.models.decoder import Decoder
+from engine.native.decoder import NativeDecoder
+from engine.native.library import VARIANTS, native_available, variants
 from engine.scheduling.plan import Chunk, StepPlan
 
 TOLERANCE = 1e-4
@@ -119,10 +121,28 @@ def canonical(state_dict):
     return tensors
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def decoder(implementation, *arguments, **options):
+    """Ours: `torch`, or a variant of the native one."""
+    if implementation == "torch":
+        return Decoder(*arguments, **options)
+    reason = native_available("float32")
+    if reason or implementation not in variants("float32"):
+        pytest.skip(reason or f"this processor lacks {implementation}")
+    return NativeDecoder(*arguments, **options, variant=implementation, num_threads=2)
+
+
+IMPLEMENTATIONS = ("torch", *VARIANTS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(family, ours) for family in FAMILIES for ours in IMPLEMENTATIONS],
+    ids=lambda param: " by ".join(param),
+)
 def pair(request):
     """(oracle, ours) with equal random weights."""
-    config = FAMILIES[request.param]
+    family, implementation = request.param
+    config = FAMILIES[family]
     torch.manual_seed(0)
     oracle = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -136,7 +156,8 @@ def pair(request):
     if config.tie_word_embeddings:
         del tensors["head"]
     assert {n: tuple(t.shape) for n, t in tensors.items()} == architecture.tensor_shapes()
-    return oracle, Decoder(architecture, tensors, dtype=torch.float32, fingerprint="test")
+    ours = decoder(implementation, architecture, tensors, dtype=torch.float32, fingerprint="test")
+    return oracle, ours
 
 
 def expected(oracle, ids):
@@ -214,7 +235,9 @@ def test_a_mixed_batch_of_chunks_and_decodes_matches_each_sequence_alone(pair):
     assert distance(got, want) < TOLERANCE
 
 
-@pytest.mark.parametrize("pair", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "pair", [("mistral", ours) for ours in IMPLEMENTATIONS], indirect=True, ids=IMPLEMENTATIONS
+)
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 1])
 def test_the_window_begins_exactly_where_transformers_has_it(pair, length):
     oracle, model = pair

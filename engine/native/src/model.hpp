@@ -1,0 +1,798 @@
+// The decoder, written once over a policy P and compiled for each instruction set.
+//
+// Included inside an anonymous namespace, behind the pragma that switches the instruction set on:
+// nothing here may end up shared with a translation unit for another one. P says:
+//
+//   F     what sums are kept in (float or double), V a vector of W of them with its operations
+//   KV    what the KV pool, the embedding and the checkpoint hold
+//   A     what products read their left side as
+//   PAIR  2: products take two neighbouring terms at once (a panel holds 32-bit pairs), else 1
+//   M, T  an element of a packed weight, and of a panel packed from the KV pool
+//   R     rows a product computes at once
+//
+// Every row is summed in an order that depends on nothing but its own length and position: neither
+// on the batch around it, nor on how a prompt is cut into chunks, nor on the size of a page, nor on
+// the number of threads. So equal tokens have equal logits to the last bit, however computed.
+
+constexpr int GROUP = 32;  // outputs of a panel
+constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
+constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
+constexpr int64_t QUERY_ROWS = 96;   // query heads times tokens attended together
+
+// [groups][in / PAIR][32 outputs]: a product reads its weight from end to end once.
+template <class P>
+struct Matrix {
+    const typename P::M *data = nullptr;
+    int64_t out = 0, in = 0, groups = 0, steps = 0;
+    const typename P::M *panel(int64_t group) const { return data + group * steps * GROUP; }
+};
+
+struct Free {
+    void operator()(void *p) const { std::free(p); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], Free>;
+
+// Zeroed, on a boundary of 64 bytes, or of 2 MiB where huge pages pay.
+template <class T>
+Buffer<T> allocate(int64_t count) {
+    constexpr size_t huge = size_t{1} << 21;
+    size_t bytes = static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T);
+    const size_t boundary = bytes >= huge ? huge : 64;
+    bytes = (bytes + boundary - 1) / boundary * boundary;
+    void *p = std::aligned_alloc(boundary, bytes);
+    if (!p) throw std::bad_alloc();
+#if defined(__linux__)
+    if (boundary == huge) madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    std::memset(p, 0, bytes);
+    return Buffer<T>(static_cast<T *>(p));
+}
+
+// Memory that grows and keeps nothing.
+template <class T>
+class Scratch {
+public:
+    T *reserve(int64_t count) {
+        if (count > size_) {
+            data_.reset();
+            size_ = 0;
+            data_ = allocate<T>(count);
+            size_ = count;
+        }
+        return data_.get();
+    }
+    T *get() const { return data_.get(); }
+
+private:
+    Buffer<T> data_;
+    int64_t size_ = 0;
+};
+
+// c[r][0..32) = (add ? c : 0) + sum over k of a[r][k] * w[k][0..32), for up to P::R rows.
+template <class P, class T>
+void product(
+    int rows, const typename P::A *a, int64_t lda, const T *w, int64_t steps, typename P::F *c,
+    int64_t ldc, bool add, bool stream) {
+    switch (rows) {
+#define TAILRACE_ROWS(n)                                                                  \
+    case n:                                                                               \
+        if constexpr (n <= P::R) P::template block<n>(a, lda, w, steps, c, ldc, add, stream); \
+        break;
+        TAILRACE_ROWS(1)
+        TAILRACE_ROWS(2)
+        TAILRACE_ROWS(3)
+        TAILRACE_ROWS(4)
+        TAILRACE_ROWS(5)
+        TAILRACE_ROWS(6)
+        TAILRACE_ROWS(7)
+        TAILRACE_ROWS(8)
+        TAILRACE_ROWS(9)
+        TAILRACE_ROWS(10)
+        TAILRACE_ROWS(11)
+        TAILRACE_ROWS(12)
+#undef TAILRACE_ROWS
+    }
+}
+
+// The rows of the next block when `left` are left: blocks as equal as they can be.
+template <class P>
+int block_rows(int64_t left) {
+    const int64_t blocks = (left + P::R - 1) / P::R;
+    return static_cast<int>((left + blocks - 1) / blocks);
+}
+
+// `block` of policies that take one term at a time.
+template <class P, int R, class T>
+inline void plain_block(
+    const typename P::A *a, int64_t lda, const T *w, int64_t steps, typename P::F *c, int64_t ldc,
+    bool add, bool stream) {
+    using V = typename P::V;
+    constexpr int W = P::W;
+    for (int column = 0; column < GROUP; column += 2 * W) {
+        V sum[R][2];
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++)
+                sum[r][h] = add ? P::load(c + r * ldc + column + h * W) : P::zero();
+        const T *p = w + column;
+        for (int64_t k = 0; k < steps; k++, p += GROUP) {
+            if (stream && column == 0) __builtin_prefetch(p + GROUP * 24);
+            const V w0 = P::load(p), w1 = P::load(p + W);
+            for (int r = 0; r < R; r++) {
+                const V x = P::set1(a[r * lda + k]);
+                sum[r][0] = P::fma(x, w0, sum[r][0]);
+                sum[r][1] = P::fma(x, w1, sum[r][1]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++) P::store(c + r * ldc + column + h * W, sum[r][h]);
+    }
+}
+
+// What one task of attention computes: consecutive queries of one request.
+struct Queries {
+    int64_t request, token, row, position;  // in the batch; in the output; among the keys
+    int64_t count;
+};
+
+template <class P>
+class Model final : public Decoder {
+    using F = typename P::F;
+    using A = typename P::A;
+    using KV = typename P::KV;
+    using V = typename P::V;
+    using M = typename P::M;
+    using T = typename P::T;
+    static constexpr int W = P::W, PAIR = P::PAIR;
+
+    struct Layer {
+        Buffer<F> attn_norm, mlp_norm, q_norm, k_norm, bias;
+        Matrix<P> qkv, o, gate_up, down;
+    };
+
+    struct Private {  // of one thread
+        Buffer<F> sums, scores, out, top, total;
+        Buffer<A> q, p;
+        Buffer<T> keys, values;
+    };
+
+public:
+    explicit Model(const tailrace_shape &s)
+        : s_(s),
+          q_size_(s.heads * s.head_dim),
+          kv_size_(s.kv_heads * s.head_dim),
+          qkv_size_(q_size_ + 2 * kv_size_),
+          share_(s.heads / s.kv_heads),
+          hidden_(round_up(s.hidden, GROUP)),
+          inner_(round_up(s.inner, GROUP)),
+          attended_(round_up(q_size_, GROUP)),
+          padded_qkv_(round_up(qkv_size_, GROUP)),
+          padded_dim_(round_up(s.head_dim, GROUP)),
+          query_tokens_(std::max<int64_t>(QUERY_ROWS / share_, 1)),
+          scale_(F(1) / std::sqrt(F(s.head_dim))),
+          layers_(static_cast<size_t>(s.layers)),
+          team_(s.threads) {
+        int64_t size = elements(qkv_size_, s.hidden) + elements(s.hidden, q_size_);
+        size += elements(round_up(s.inner, 16) * 2, s.hidden) + elements(s.hidden, s.inner);
+        arena_size_ = size * s.layers + elements(s.vocab, s.hidden);
+        const int64_t rows = query_tokens_ * share_;
+        for (int i = 0; i < team_.size(); i++)
+            private_.push_back(Private{
+                allocate<F>(P::R * GROUP),
+                allocate<F>(rows * KEYS),
+                allocate<F>(rows * padded_dim_),
+                allocate<F>(rows),
+                allocate<F>(rows),
+                allocate<A>(rows * padded_dim_),
+                allocate<A>(rows * KEYS),
+                allocate<T>(round_up(s.head_dim, PAIR) / PAIR * KEYS),
+                allocate<T>(padded_dim_ * KEYS / PAIR),
+            });
+    }
+
+    const char *load(int part, int64_t layer, const void *const *tensors) override {
+        if (layer < 0 || layer >= s_.layers) return "no such layer";
+        if (!arena_) arena_ = allocate<M>(arena_size_);
+        Layer &l = layers_[static_cast<size_t>(layer)];
+        const auto at = [&](int i) { return static_cast<const KV *>(tensors[i]); };
+        switch (part) {
+            case TAILRACE_EMBED: embed_ = at(0); return nullptr;
+            case TAILRACE_ATTN_NORM: l.attn_norm = vector(at(0), s_.hidden); return nullptr;
+            case TAILRACE_MLP_NORM: l.mlp_norm = vector(at(0), s_.hidden); return nullptr;
+            case TAILRACE_NORM: norm_ = vector(at(0), s_.hidden); return nullptr;
+            case TAILRACE_QK_NORM:
+                l.q_norm = vector(at(0), s_.head_dim);
+                l.k_norm = vector(at(1), s_.head_dim);
+                return nullptr;
+            case TAILRACE_QKV_BIAS: {
+                l.bias = allocate<F>(padded_qkv_);
+                F *to = l.bias.get();
+                const int64_t sizes[] = {q_size_, kv_size_, kv_size_};
+                for (int i = 0; i < 3; i++)
+                    for (int64_t j = 0; j < sizes[i]; j++) *to++ = widen(at(i)[j]);
+                return nullptr;
+            }
+            case TAILRACE_QKV:
+                return put(l.qkv, qkv_size_, s_.hidden, [&](int64_t r) {
+                    if (r < q_size_) return at(0) + r * s_.hidden;
+                    r -= q_size_;
+                    if (r < kv_size_) return at(1) + r * s_.hidden;
+                    return at(2) + (r - kv_size_) * s_.hidden;
+                });
+            case TAILRACE_O:
+                return put(l.o, s_.hidden, q_size_, [&](int64_t r) { return at(0) + r * q_size_; });
+            case TAILRACE_GATE_UP:
+                return put(
+                    l.gate_up, round_up(s_.inner, 16) * 2, s_.hidden,
+                    interleaved(at(0), at(1), s_.inner, s_.hidden));
+            case TAILRACE_DOWN:
+                return put(
+                    l.down, s_.hidden, s_.inner, [&](int64_t r) { return at(0) + r * s_.inner; });
+            case TAILRACE_HEAD:
+                return put(
+                    head_, s_.vocab, s_.hidden, [&](int64_t r) { return at(0) + r * s_.hidden; });
+        }
+        return "no such part";
+    }
+
+    const char *step(const tailrace_step &step) override {
+        if (const char *fault = check(step)) return fault;
+        const int64_t tokens = step.tokens, sampled = step.sampled;
+        if (tokens == 0) return nullptr;
+        plan(step);
+        residual_.reserve(tokens * hidden_);
+        normed_.reserve(tokens * hidden_);
+        qkv_.reserve(tokens * padded_qkv_);
+        q_.reserve(tokens * q_size_);
+        attention_.reserve(tokens * attended_);
+        inside_.reserve(tokens * inner_);
+        kept_.reserve(sampled * hidden_);
+        team_.run([&](Lane &lane) { pass(lane, step); });
+        return nullptr;
+    }
+
+    const char *linear(
+        int64_t rows, int64_t out, int64_t in, const void *x, const void *weight, const void *bias,
+        void *y) override {
+        const KV *w = static_cast<const KV *>(weight);
+        Matrix<P> matrix;
+        Buffer<M> memory = allocate<M>(elements(out, in));
+        pack(matrix, memory.get(), out, in, [&](int64_t r) { return w + r * in; });
+        Buffer<F> added;
+        if (bias) added = vector(static_cast<const KV *>(bias), out);
+        const int64_t lda = round_up(in, GROUP);
+        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        team_.run([&](Lane &lane) {
+            multiply(lane, matrix, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+                store_row(static_cast<F *>(y) + r * out, out, g, c, added.get());
+            });
+        });
+        return nullptr;
+    }
+
+    const char *gated(
+        int64_t rows, int64_t inner, int64_t in, const void *x, const void *gate, const void *up,
+        void *y) override {
+        Matrix<P> matrix;
+        const int64_t out = round_up(inner, 16) * 2;
+        Buffer<M> memory = allocate<M>(elements(out, in));
+        pack(
+            matrix, memory.get(), out, in,
+            interleaved(static_cast<const KV *>(gate), static_cast<const KV *>(up), inner, in));
+        const int64_t lda = round_up(in, GROUP), ldy = round_up(inner, 16);
+        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        Buffer<A> result = allocate<A>(rows * ldy);
+        team_.run([&](Lane &lane) {
+            multiply(lane, matrix, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+                activate(c, result.get() + r * ldy + g * 16);
+            });
+        });
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < inner; i++)
+                static_cast<F *>(y)[r * inner + i] = widen(result[r * ldy + i]);
+        return nullptr;
+    }
+
+    const char *norm(
+        int64_t rows, int64_t size, const void *x, const void *weight, void *y) override {
+        const int64_t padded = round_up(size, GROUP);
+        Buffer<F> scale = vector(static_cast<const KV *>(weight), size);
+        Buffer<F> from = allocate<F>(padded);
+        Buffer<A> to = allocate<A>(padded);
+        for (int64_t r = 0; r < rows; r++) {
+            std::copy_n(static_cast<const F *>(x) + r * size, size, from.get());
+            normalise(from.get(), scale.get(), size, to.get());
+            for (int64_t i = 0; i < size; i++) static_cast<F *>(y)[r * size + i] = widen(to[i]);
+        }
+        return nullptr;
+    }
+
+    const char *attention(
+        int64_t layer, const tailrace_step &step, const void *qkv, void *y) override {
+        if (const char *fault = check(step)) return fault;
+        if (layer < 0 || layer >= s_.layers) return "no such layer";
+        plan(step);
+        qkv_.reserve(step.tokens * padded_qkv_);
+        q_.reserve(step.tokens * q_size_);
+        attention_.reserve(step.tokens * attended_);
+        for (int64_t t = 0; t < step.tokens; t++)
+            std::copy_n(
+                static_cast<const F *>(qkv) + t * qkv_size_, qkv_size_,
+                qkv_.get() + t * padded_qkv_);
+        team_.run([&](Lane &lane) {
+            rotate_all(lane, step, layer);
+            attend_all(lane, step, layer, all_);
+        });
+        for (int64_t t = 0; t < step.tokens; t++)
+            for (int64_t i = 0; i < q_size_; i++)
+                static_cast<F *>(y)[t * q_size_ + i] = widen(attention_.get()[t * attended_ + i]);
+        return nullptr;
+    }
+
+private:
+    // --- weights -------------------------------------------------------------------------------
+
+    static int64_t elements(int64_t out, int64_t in) {
+        return round_up(out, GROUP) * (round_up(in, PAIR) / PAIR);
+    }
+
+    static Buffer<F> vector(const KV *from, int64_t size) {
+        Buffer<F> to = allocate<F>(round_up(size, GROUP));
+        for (int64_t i = 0; i < size; i++) to[i] = widen(from[i]);
+        return to;
+    }
+
+    static Buffer<A> activations(const F *x, int64_t rows, int64_t size, int64_t stride) {
+        Buffer<A> to = allocate<A>(rows * stride);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < size; i++) narrow(x[r * size + i], to[r * stride + i]);
+        return to;
+    }
+
+    // 16 rows of gate, then the same 16 of up: one panel holds both sides of what it yields.
+    static auto interleaved(const KV *gate, const KV *up, int64_t inner, int64_t in) {
+        return [=](int64_t r) -> const KV * {
+            const int64_t row = r / 32 * 16 + r % 16;
+            if (row >= inner) return nullptr;
+            return (r % 32 < 16 ? gate : up) + row * in;
+        };
+    }
+
+    template <class Row>
+    const char *put(Matrix<P> &matrix, int64_t out, int64_t in, Row &&row) {
+        const int64_t size = elements(out, in);
+        // A part loaded again goes where it was.
+        M *to = matrix.data ? const_cast<M *>(matrix.data) : arena_.get() + arena_used_;
+        if (!matrix.data) {
+            if (arena_used_ + size > arena_size_) return "more weights than the shape has";
+            arena_used_ += size;
+        }
+        pack(matrix, to, out, in, row);
+        return nullptr;
+    }
+
+    template <class Row>
+    static void pack(Matrix<P> &matrix, M *to, int64_t out, int64_t in, Row &&row) {
+        matrix.data = to;
+        matrix.out = out;
+        matrix.in = in;
+        matrix.groups = round_up(out, GROUP) / GROUP;
+        matrix.steps = round_up(in, PAIR) / PAIR;
+        for (int64_t g = 0; g < matrix.groups; g++) {
+            M *panel = to + g * matrix.steps * GROUP;
+            for (int j = 0; j < GROUP; j++) {
+                const int64_t r = g * GROUP + j;
+                const KV *from = r < out ? row(r) : nullptr;
+                for (int64_t k = 0; k < matrix.steps; k++)
+                    panel[k * GROUP + j] = from ? P::term(from, k, in) : M{};
+            }
+        }
+    }
+
+    // --- products ------------------------------------------------------------------------------
+
+    // each(row, group, sums[32]) for every row and group of x @ matrix.T.
+    template <class Each>
+    void multiply(
+        Lane &lane, const Matrix<P> &matrix, const A *x, int64_t ldx, int64_t rows, Each &&each) {
+        const int64_t pieces = (rows + ROWS - 1) / ROWS;
+        F *sums = private_[static_cast<size_t>(lane.index)].sums.get();
+        lane.share(matrix.groups * pieces, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; task++) {
+                const int64_t g = task / pieces, first = task % pieces * ROWS;
+                const int64_t last = std::min(first + ROWS, rows);
+                bool stream = true;  // the first block brings the panel into the cache
+                for (int64_t r = first; r < last;) {
+                    const int n = block_rows<P>(last - r);
+                    product<P>(
+                        n, x + r * ldx, ldx, matrix.panel(g), matrix.steps, sums, GROUP, false,
+                        stream);
+                    for (int i = 0; i < n; i++) each(r + i, g, sums + i * GROUP);
+                    r += n;
+                    stream = false;
+                }
+            }
+        });
+    }
+
+    static void store_row(F *to, int64_t size, int64_t group, const F *c, const F *bias) {
+        const int64_t first = group * GROUP;
+        const int64_t n = std::min<int64_t>(GROUP, size - first);
+        to += first;
+        if (n == GROUP) {
+            for (int i = 0; i < GROUP; i += W) {
+                const V sum = P::load(c + i);
+                P::store(to + i, bias ? P::add(sum, P::load(bias + first + i)) : sum);
+            }
+            return;
+        }
+        for (int64_t i = 0; i < n; i++) to[i] = bias ? c[i] + bias[first + i] : c[i];
+    }
+
+    static void add_row(F *to, const F *c) {
+        for (int i = 0; i < GROUP; i += W) P::store(to + i, P::add(P::load(to + i), P::load(c + i)));
+    }
+
+    // c: 16 of gate, 16 of up. GELU's tanh form is x * sigmoid(2u), SiLU is x * sigmoid(x).
+    void activate(const F *c, A *to) const {
+        const V one = P::set1(1), none = P::zero();
+        for (int i = 0; i < 16; i += W) {
+            const V x = P::load(c + i), up = P::load(c + 16 + i);
+            V u = x;
+            if (s_.gelu_tanh) {
+                const V cube = P::mul(P::mul(x, x), x);
+                const V inner = P::fma(P::set1(F(0.044715)), cube, x);
+                u = P::mul(P::set1(F(1.5957691216057308)), inner);
+            }
+            const V gate = P::div(x, P::add(one, P::exp(P::sub(none, u))));
+            P::store(to + i, P::mul(gate, up));
+        }
+    }
+
+    void normalise(const F *x, const F *weight, int64_t size, A *to) const {
+        V squares = P::zero();
+        const int64_t padded = round_up(size, W);
+        for (int64_t i = 0; i < padded; i += W) {
+            const V v = P::load(x + i);
+            squares = P::fma(v, v, squares);
+        }
+        const V factor = P::set1(F(1) / std::sqrt(P::sum(squares) / F(size) + F(s_.norm_eps)));
+        for (int64_t i = 0; i < padded; i += W)
+            P::store(to + i, P::mul(P::mul(P::load(x + i), factor), P::load(weight + i)));
+    }
+
+    // --- one pass ------------------------------------------------------------------------------
+
+    void pass(Lane &lane, const tailrace_step &step) {
+        const int64_t tokens = step.tokens, sampled = step.sampled;
+        F *x = residual_.get();
+        A *normed = normed_.get();
+        const auto over_rows = [&](int64_t rows, auto &&body) {
+            lane.share(rows, [&](int64_t begin, int64_t end) {
+                for (int64_t r = begin; r < end; r++) body(r);
+            });
+        };
+        for (int64_t l = 0; l < s_.layers; l++) {
+            const Layer &layer = layers_[static_cast<size_t>(l)];
+            const bool final = l + 1 == s_.layers;
+            over_rows(tokens, [&](int64_t r) {
+                F *row = x + r * hidden_;
+                if (l == 0) embed(step.ids[r], row);
+                normalise(row, layer.attn_norm.get(), s_.hidden, normed + r * hidden_);
+            });
+            multiply(
+                lane, layer.qkv, normed, hidden_, tokens, [&](int64_t r, int64_t g, const F *c) {
+                    store_row(
+                        qkv_.get() + r * padded_qkv_, padded_qkv_, g, c, layer.bias.get());
+                });
+            rotate_all(lane, step, l);
+            // Behind the last attention nothing mixes tokens: only the wanted rows go on.
+            attend_all(lane, step, l, final ? wanted_ : all_);
+            const int64_t rows = final ? sampled : tokens;
+            if (final) {
+                over_rows(rows, [&](int64_t r) {
+                    std::copy_n(x + step.last[r] * hidden_, hidden_, kept_.get() + r * hidden_);
+                });
+                x = kept_.get();
+            }
+            multiply(
+                lane, layer.o, attention_.get(), attended_, rows,
+                [&](int64_t r, int64_t g, const F *c) { add_row(x + r * hidden_ + g * GROUP, c); });
+            over_rows(rows, [&](int64_t r) {
+                normalise(x + r * hidden_, layer.mlp_norm.get(), s_.hidden, normed + r * hidden_);
+            });
+            multiply(
+                lane, layer.gate_up, normed, hidden_, rows, [&](int64_t r, int64_t g, const F *c) {
+                    activate(c, inside_.get() + r * inner_ + g * 16);
+                });
+            multiply(
+                lane, layer.down, inside_.get(), inner_, rows,
+                [&](int64_t r, int64_t g, const F *c) { add_row(x + r * hidden_ + g * GROUP, c); });
+        }
+        over_rows(sampled, [&](int64_t r) {
+            normalise(x + r * hidden_, norm_.get(), s_.hidden, normed + r * hidden_);
+        });
+        F *logits = static_cast<F *>(step.logits);
+        multiply(lane, head_, normed, hidden_, sampled, [&](int64_t r, int64_t g, const F *c) {
+            store_row(logits + r * s_.vocab, s_.vocab, g, c, nullptr);
+        });
+    }
+
+    void embed(int64_t id, F *to) const {
+        const KV *from = embed_ + id * s_.hidden;
+        int64_t i = 0;
+        for (; i + W <= s_.hidden; i += W) P::store(to + i, P::load(from + i));
+        for (; i < s_.hidden; i++) to[i] = widen(from[i]);
+        // A NaN in another pass's row must not live on in the padding.
+        for (; i < hidden_; i++) to[i] = 0;
+    }
+
+    KV *cached(const tailrace_step &step, int64_t block, int64_t layer, int value, int64_t offset)
+        const {
+        const int64_t page = step.block_tokens * kv_size_;
+        return static_cast<KV *>(step.pool) + ((block * s_.layers + layer) * 2 + value) * page +
+               offset * kv_size_;
+    }
+
+    // q into its buffer, k and v into the pool.
+    void rotate_all(Lane &lane, const tailrace_step &step, int64_t l) {
+        const Layer &layer = layers_[static_cast<size_t>(l)];
+        const int64_t dim = s_.head_dim, half = dim / 2;
+        lane.share(step.tokens, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; t++) {
+                F *row = qkv_.get() + t * padded_qkv_;
+                const F *cos = static_cast<const F *>(step.cos) + step.positions[t] * half;
+                const F *sin = static_cast<const F *>(step.sin) + step.positions[t] * half;
+                const int64_t block = step.slots[t] / step.block_tokens;
+                const int64_t offset = step.slots[t] % step.block_tokens;
+                A *q = q_.get() + t * q_size_;
+                KV *k = cached(step, block, l, 0, offset), *v = cached(step, block, l, 1, offset);
+                for (int64_t h = 0; h < s_.heads + s_.kv_heads; h++, row += dim) {
+                    const bool query = h < s_.heads;
+                    if (s_.qk_norm)
+                        normalise_head(row, (query ? layer.q_norm : layer.k_norm).get());
+                    if (query)
+                        rotate(row, cos, sin, q + h * dim);
+                    else
+                        rotate(row, cos, sin, k + (h - s_.heads) * dim);
+                }
+                int64_t i = 0;
+                for (; i + W <= kv_size_; i += W) P::store(v + i, P::load(row + i));
+                for (; i < kv_size_; i++) narrow(row[i], v[i]);
+            }
+        });
+    }
+
+    void normalise_head(F *x, const F *weight) const {
+        F squares = 0;
+        for (int64_t i = 0; i < s_.head_dim; i++) squares += x[i] * x[i];
+        const F factor = F(1) / std::sqrt(squares / F(s_.head_dim) + F(s_.norm_eps));
+        for (int64_t i = 0; i < s_.head_dim; i++) x[i] = x[i] * factor * weight[i];
+    }
+
+    // The pairs (x[i], x[i + dim / 2]), as transformers has them.
+    template <class To>
+    void rotate(const F *x, const F *cos, const F *sin, To *to) const {
+        const int64_t half = s_.head_dim / 2;
+        int64_t i = 0;
+        for (; i + W <= half; i += W) {
+            const V a = P::load(x + i), b = P::load(x + half + i);
+            const V c = P::load(cos + i), s = P::load(sin + i);
+            P::store(to + i, P::sub(P::mul(a, c), P::mul(b, s)));
+            P::store(to + half + i, P::add(P::mul(b, c), P::mul(a, s)));
+        }
+        for (; i < half; i++) {
+            narrow(x[i] * cos[i] - x[half + i] * sin[i], to[i]);
+            narrow(x[half + i] * cos[i] + x[i] * sin[i], to[half + i]);
+        }
+    }
+
+    // --- attention -----------------------------------------------------------------------------
+
+    void plan(const tailrace_step &step) {
+        all_.clear();
+        wanted_.clear();
+        request_of_.resize(static_cast<size_t>(step.tokens));
+        for (int64_t r = 0; r < step.requests; r++)
+            for (int64_t t = step.cu_q[r]; t < step.cu_q[r + 1]; t++) {
+                request_of_[static_cast<size_t>(t)] = r;
+                append(all_, step, t, t);
+            }
+        for (int64_t i = 0; i < step.sampled; i++) append(wanted_, step, step.last[i], i);
+        // The longest first: what is claimed last should end soon.
+        for (auto *list : {&all_, &wanted_})
+            std::stable_sort(list->begin(), list->end(), [](const Queries &a, const Queries &b) {
+                return (a.position + a.count) * a.count > (b.position + b.count) * b.count;
+            });
+    }
+
+    void append(
+        std::vector<Queries> &list, const tailrace_step &step, int64_t token, int64_t row) const {
+        const int64_t request = request_of_[static_cast<size_t>(token)];
+        if (!list.empty()) {
+            Queries &open = list.back();
+            if (open.request == request && open.token + open.count == token &&
+                open.row + open.count == row && open.count < query_tokens_) {
+                open.count++;
+                return;
+            }
+        }
+        const int64_t position = step.kv_lens[request] - (step.cu_q[request + 1] - token);
+        list.push_back({request, token, row, position, 1});
+    }
+
+    void attend_all(
+        Lane &lane, const tailrace_step &step, int64_t layer, const std::vector<Queries> &list) {
+        Private &mine = private_[static_cast<size_t>(lane.index)];
+        const int64_t tasks = static_cast<int64_t>(list.size()) * s_.kv_heads;
+        lane.share(tasks, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; task++)
+                attend(
+                    list[static_cast<size_t>(task / s_.kv_heads)], task % s_.kv_heads, step, layer,
+                    mine);
+        });
+    }
+
+    void attend(
+        const Queries &queries, int64_t kv_head, const tailrace_step &step, int64_t layer,
+        Private &mine) const {
+        const int64_t dim = s_.head_dim, ld = padded_dim_, group = share_;
+        const int64_t rows = queries.count * group;
+        const int64_t stop = queries.position + queries.count;
+        const int64_t width = s_.window ? s_.window : stop;
+        const int64_t first = std::max<int64_t>(queries.position - width + 1, 0);
+        const int64_t dim_steps = round_up(dim, PAIR) / PAIR;
+        for (int64_t r = 0; r < rows; r++) {
+            const A *from = q_.get() + (queries.token + r / group) * q_size_ +
+                            (kv_head * group + r % group) * dim;
+            std::copy_n(from, dim, mine.q.get() + r * ld);
+        }
+        std::fill_n(mine.out.get(), rows * ld, F(0));
+        std::fill_n(mine.top.get(), rows, -std::numeric_limits<F>::infinity());
+        std::fill_n(mine.total.get(), rows, F(0));
+
+        for (int64_t base = first / KEYS * KEYS; base < stop; base += KEYS) {
+            const int64_t low = std::max<int64_t>(first - base, 0);
+            const int64_t high = std::min<int64_t>(stop - base, KEYS);
+            gather(step, queries.request, layer, kv_head, base, low, high, mine);
+            // Tokens before see nothing of these keys yet, those behind nothing any more.
+            const int64_t from = std::max<int64_t>(base - queries.position, 0) * group;
+            const int64_t to =
+                std::min(base + high - 1 + width - queries.position, queries.count) * group;
+            const int64_t panels = round_up(high, GROUP) / GROUP;
+            const int64_t value_steps = round_up(high, PAIR) / PAIR;
+            for (int64_t r = from; r < to;) {
+                const int n = block_rows<P>(to - r);
+                for (int64_t g = 0; g < panels; g++)
+                    product<P>(
+                        n, mine.q.get() + r * ld, ld, mine.keys.get() + g * dim_steps * GROUP,
+                        dim_steps, mine.scores.get() + r * KEYS + g * GROUP, KEYS, false, false);
+                for (int i = 0; i < n; i++) {
+                    const int64_t position = queries.position + (r + i) / group - base;
+                    soften(
+                        r + i, std::max<int64_t>(position - width + 1, 0),
+                        std::min(position + 1, high), panels * GROUP, mine);
+                }
+                for (int64_t g = 0; g < ld / GROUP; g++)
+                    product<P>(
+                        n, mine.p.get() + r * KEYS, KEYS,
+                        mine.values.get() + g * (KEYS / PAIR) * GROUP, value_steps,
+                        mine.out.get() + r * ld + g * GROUP, ld, true, false);
+                r += n;
+            }
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const F inverse = F(1) / mine.total[r];
+            const F *from = mine.out.get() + r * ld;
+            A *to = attention_.get() + (queries.row + r / group) * attended_ +
+                    (kv_head * group + r % group) * dim;
+            int64_t i = 0;
+            for (; i + W <= dim; i += W)
+                P::store(to + i, P::mul(P::load(from + i), P::set1(inverse)));
+            for (; i < dim; i++) narrow(from[i] * inverse, to[i]);
+        }
+    }
+
+    // Online softmax of one row over keys [low, high) of this round; the others weigh 0.
+    void soften(int64_t row, int64_t low, int64_t high, int64_t size, Private &mine) const {
+        constexpr F none = -std::numeric_limits<F>::infinity();
+        F *scores = mine.scores.get() + row * KEYS;
+        for (int64_t i = 0; i < low; i++) scores[i] = none;
+        for (int64_t i = high; i < size; i++) scores[i] = none;
+        const V scale = P::set1(scale_);
+        V most = P::set1(none);
+        for (int64_t i = 0; i < size; i += W) most = P::max(most, P::load(scores + i));
+        const F top = std::max(mine.top[row], P::top(most) * scale_);
+        const V shift = P::set1(top);
+        V sum = P::zero();
+        A *p = mine.p.get() + row * KEYS;
+        for (int64_t i = 0; i < size; i += W) {
+            const V weight = P::exp(P::sub(P::mul(P::load(scores + i), scale), shift));
+            sum = P::add(sum, weight);
+            P::store(p + i, weight);
+        }
+        if (top > mine.top[row]) {
+            const F shrink = std::exp(mine.top[row] - top);
+            mine.total[row] *= shrink;
+            F *out = mine.out.get() + row * padded_dim_;
+            for (int64_t i = 0; i < padded_dim_; i += W)
+                P::store(out + i, P::mul(P::load(out + i), P::set1(shrink)));
+            mine.top[row] = top;
+        }
+        mine.total[row] += P::sum(sum);
+    }
+
+    // Keys [base + low, base + high) of one head as panels. Rows below `low` and those that fill up
+    // a panel are zero: what lies in the pool there may be anything, even NaN.
+    void gather(
+        const tailrace_step &step, int64_t request, int64_t layer, int64_t kv_head, int64_t base,
+        int64_t low, int64_t high, Private &mine) const {
+        const int32_t *table = step.block_table + request * step.columns;
+        const KV *keys[KEYS], *values[KEYS];
+        for (int64_t i = 0; i < KEYS; i++) {
+            keys[i] = values[i] = nullptr;
+            if (i < low || i >= high) continue;
+            const int64_t block = table[(base + i) / step.block_tokens];
+            const int64_t offset = (base + i) % step.block_tokens;
+            keys[i] = cached(step, block, layer, 0, offset) + kv_head * s_.head_dim;
+            values[i] = cached(step, block, layer, 1, offset) + kv_head * s_.head_dim;
+        }
+        const int64_t steps = round_up(s_.head_dim, PAIR) / PAIR;
+        for (int64_t g = 0; g < round_up(high, GROUP) / GROUP; g++)
+            P::pack_keys(keys + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);
+        for (int64_t g = 0; g < padded_dim_ / GROUP; g++)
+            P::pack_values(
+                values, round_up(high, PAIR) / PAIR, g * GROUP, s_.head_dim,
+                mine.values.get() + g * (KEYS / PAIR) * GROUP);
+    }
+
+    // --- arguments -----------------------------------------------------------------------------
+
+    const char *check(const tailrace_step &s) const {
+        const int64_t capacity = s.num_blocks * s.block_tokens;
+        if (s.tokens < 0 || s.requests < 0 || s.block_tokens < 1) return "negative sizes";
+        for (int64_t t = 0; t < s.tokens; t++) {
+            if (s.ids[t] < 0 || s.ids[t] >= s_.vocab) return "a token id outside the vocabulary";
+            if (s.positions[t] < 0 || s.positions[t] >= s.angles)
+                return "a position outside the rotation's table";
+            if (s.slots[t] < 0 || s.slots[t] >= capacity) return "a slot outside the pool";
+        }
+        if (s.requests && s.cu_q[0] != 0) return "cu_q does not begin at 0";
+        if ((s.requests ? s.cu_q[s.requests] : 0) != s.tokens) return "cu_q does not end at tokens";
+        for (int64_t r = 0; r < s.requests; r++) {
+            const int64_t count = s.cu_q[r + 1] - s.cu_q[r], keys = s.kv_lens[r];
+            if (count < 0) return "cu_q decreases";
+            if (count > keys) return "a request has more queries than keys";
+            const int64_t used = (keys + s.block_tokens - 1) / s.block_tokens;
+            if (used > s.columns) return "more keys than the block table has columns for";
+            const int64_t first =
+                s_.window ? std::max<int64_t>(keys - count - s_.window + 1, 0) / s.block_tokens : 0;
+            for (int64_t i = count ? first : used; i < used; i++) {
+                const int64_t block = s.block_table[r * s.columns + i];
+                if (block < 0 || block >= s.num_blocks)
+                    return "the block table names a block outside the pool";
+            }
+        }
+        for (int64_t i = 0; i < s.sampled; i++)
+            if (s.last[i] < 0 || s.last[i] >= s.tokens) return "a wanted row outside the batch";
+        return nullptr;
+    }
+
+    const tailrace_shape s_;
+    const int64_t q_size_, kv_size_, qkv_size_, share_;
+    const int64_t hidden_, inner_, attended_, padded_qkv_, padded_dim_, query_tokens_;
+    const F scale_;
+    Buffer<M> arena_;
+    int64_t arena_size_ = 0, arena_used_ = 0;
+    const KV *embed_ = nullptr;
+    std::vector<Layer> layers_;
+    Buffer<F> norm_;
+    Matrix<P> head_;
+    // Rows are padded to whole panels; the padding is zero from the allocation on.
+    Scratch<F> residual_, qkv_, kept_;
+    Scratch<A> normed_, q_, attention_, inside_;
+    std::vector<Queries> all_, wanted_;
+    std::vector<int64_t> request_of_;
+    std::vector<Private> private_;
+    Team team_;
+};
