@@ -288,6 +288,7 @@ class ClusterStream:
         for leg in list(self._legs):
             leg.link.send([Kind.CANCEL, leg.stream_id])
             self._end(leg)
+        self._client.left(self)
 
     def _end(self, leg: _Leg) -> None:
         if leg in self._legs:
@@ -315,6 +316,7 @@ class ModelClient:
         self._queue = queue
         self._holds = holds
         self._chooser = ReplicaChooser()
+        self._streams: set[ClusterStream] = set()
         self._legs: dict[tuple[Link, int], _Leg] = {}
         self._on_snapshot = on_snapshot
         self._dropped: dict[str, str] = {}
@@ -333,7 +335,8 @@ class ModelClient:
 
     @property
     def num_streams(self) -> int:
-        return len(self._legs)
+        """Streams not closed yet, also those that wait for a replica or for another one."""
+        return len(self._streams)
 
     def start(self) -> None:
         self._queue.start()
@@ -351,6 +354,7 @@ class ModelClient:
     async def open(self, request: Request, *, n: int, remaining_s: float | None) -> ClusterStream:
         deadline = None if remaining_s is None else time.monotonic() + remaining_s
         stream = ClusterStream(self, request, n, deadline)
+        self._streams.add(stream)
         try:
             await stream.place(tuple(range(n)))
         except BaseException:
@@ -424,6 +428,10 @@ class ModelClient:
             self._holds.end(leg.replica)
             self._chooser.end(leg.replica, str(leg.stream_id))
             self.release(leg.grant)
+
+    def left(self, stream: ClusterStream) -> None:
+        """The stream is closed. Idempotent."""
+        self._streams.discard(stream)
 
     def _on_message(self, link: Link, message: list[Any]) -> None:
         match message[0]:

@@ -42,7 +42,8 @@ class ClusterModels:
         self._connect = connect
         self._served: dict[str, _Served] = {}
         self._names: dict[str, str] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[str, tuple[_Served, asyncio.Task[None]]] = {}
+        """By application: no longer configured, and still answering."""
 
     async def apply(self, config: GatewayConfig) -> None:
         """Serve exactly the models of this configuration from now on."""
@@ -50,41 +51,51 @@ class ClusterModels:
         for app, served in list(self._served.items()):
             if app not in wanted:
                 del self._served[app]
-                task = asyncio.create_task(self._retire(served))
-                self._retiring.add(task)
-                task.add_done_callback(self._retiring.discard)
+                self._retiring[app] = (served, asyncio.create_task(self._retire(app, served)))
         for app, route in wanted.items():
-            served = self._served.get(app)
+            served = self._served.get(app) or self._returned(app)
             if served is None:
                 client = self._connect(app)
                 client.start()
-                served = self._served[app] = _Served(route, client)
+                served = _Served(route, client)
                 served.loading = background(self._follow(served), f"following {app}")
+            self._served[app] = served
             served.route = route
         self._names = {
             alias: app for app, route in wanted.items() for alias in (route.name, *route.aliases)
         }
 
-    async def _retire(self, served: _Served) -> None:
+    async def _retire(self, app: str, served: _Served) -> None:
         """Let what is being answered end, then close."""
-        if served.loading is not None:
-            served.loading.cancel()
         while served.client.num_streams:
             await asyncio.sleep(RETIRE_LOOK_S)
-        await served.client.close()
+        del self._retiring[app]
+        await _close(served)
+
+    def _returned(self, app: str) -> _Served | None:
+        """What was taken out and is wanted again before its last answer ended, as it was.
+
+        A second client of the same application would take the first one's links away.
+        """
+        if app not in self._retiring:
+            return None
+        served, task = self._retiring.pop(app)
+        task.cancel()
+        return served
 
     async def close(self) -> None:
-        for task in list(self._retiring):
+        retiring = list(self._retiring.values())
+        self._retiring.clear()
+        for _, task in retiring:
             task.cancel()
-        for served in self._served.values():
-            if served.loading is not None:
-                served.loading.cancel()
-            await served.client.close()
+        for served in (*self._served.values(), *(served for served, _ in retiring)):
+            await _close(served)
         self._served.clear()
 
     @property
     def num_streams(self) -> int:
-        return sum(served.client.num_streams for served in self._served.values())
+        retiring = (served for served, _ in self._retiring.values())
+        return sum(served.client.num_streams for served in (*self._served.values(), *retiring))
 
     def models(self) -> list[ModelInfo]:
         """See `Backend`."""
@@ -141,6 +152,12 @@ class ClusterModels:
                     text=text,
                 )
             await served.client.directory.changed(snapshot)
+
+
+async def _close(served: _Served) -> None:
+    if served.loading is not None:
+        served.loading.cancel()
+    await served.client.close()
 
 
 def _said(metadata: dict[str, Any]) -> tuple[Any, ...]:

@@ -151,6 +151,7 @@ async def lose(cluster: Any, name: str) -> None:
 
 async def settled(cluster: Any) -> None:
     """Wait until nothing is alive anywhere, or fail saying what is."""
+    left: list[Any] = []
     for _ in range(200):
         left = [
             (name, s.streams.num_streams, s.streams.num_choices, s.host.engine.stats())
@@ -167,7 +168,7 @@ async def settled(cluster: Any) -> None:
             or s.host.engine.stats().num_held_blocks
             or s.host.engine.stats().num_leases
         ]
-        left += [("gateway", c.num_streams) for c in cluster.clients if c.num_streams]
+        left += [("gateway", c.num_streams) for c in cluster.clients if c.num_streams or c._legs]
         left += [("held", c._queue.num_held) for c in cluster.clients if c._queue.num_held]
         if not left:
             for service in (*cluster.decodes.values(), *cluster.prefills.values()):

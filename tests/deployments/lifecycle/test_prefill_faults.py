@@ -1,4 +1,4 @@
-"""Transfers that go wrong between two healthy engines: the answer is exact, nothing stays behind."""
+"""Transfers that go wrong between two healthy engines: answers are exact, nothing stays behind."""
 
 from __future__ import annotations
 
