@@ -225,36 +225,37 @@ def test_routes_that_are_not_there(http: httpx.Client):
 
 
 def test_health(http: httpx.Client):
-    assert http.get("/health").json() == {"status": "ok", "models": ["fake", "tiny"]}
+    answer = http.get("/health").raise_for_status().json()
+    assert (answer["status"], answer["models"]) == ("ok", ["fake", "tiny"])
 
 
 def test_metrics_of_all_pools(cluster: Cluster, http: httpx.Client, client: OpenAI):
     for model in ("fake", "tiny"):
         client.completions.create(model=model, prompt="y" * 200, max_tokens=4)
 
-    def series() -> dict[str, list[Any]] | None:
-        families = text_string_to_metric_families(http.get("/metrics").text)
-        samples = [sample for family in families for sample in family.samples]
-        found: dict[str, list[Any]] = {}
-        for sample in samples:
-            found.setdefault(sample.name, []).append(sample)
-        moved = found.get("tailrace_kv_transfer_bytes_total", [])
-        return found if {s.labels["model"] for s in moved} == {"fake", "tiny"} else None
-
-    found = wait_for(series)
-    assert all(s.value > 0 for s in found["tailrace_kv_transfer_bytes_total"])
-    requests = found["tailrace_requests_total"]
-    assert {s.labels["model"] for s in requests} >= {"fake", "tiny"}
-    by_replica = {
-        (s.labels["model_name"], s.labels["replica"]) for s in found["vllm:kv_cache_usage_perc"]
-    }
     wanted = {
         (app, replica)
         for app in ("fake", "tiny")
         for pool in ("Prefill", "Decode")
         for replica in cluster.pids(app, pool)
     }
-    assert by_replica == wanted
+    found: dict[str, list[Any]] = {}
+
+    def all_there() -> bool:
+        """Replicas send their figures every second; those that ended are shown a little longer."""
+        found.clear()
+        for family in text_string_to_metric_families(http.get("/metrics").text):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append(sample)
+        shown = found.get("vllm:kv_cache_usage_perc", [])
+        moved = found.get("tailrace_kv_transfer_bytes_total", [])
+        return {(s.labels["model_name"], s.labels["replica"]) for s in shown} == wanted and {
+            s.labels["model"] for s in moved
+        } == {"fake", "tiny"}
+
+    wait_for(all_there)
+    assert all(s.value > 0 for s in found["tailrace_kv_transfer_bytes_total"])
+    assert {s.labels["model"] for s in found["tailrace_requests_total"]} >= {"fake", "tiny"}
     roles = {
         (s.labels["model"], s.labels["role"]) for s in found["tailrace_engine_step_seconds_count"]
     }
