@@ -329,6 +329,7 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
         worker.server(stack.url)
         bystanders = Bystanders(lambda: [*stack.processes(), psutil.Process(worker.pid)])
         worker.closed("server", [_chat(model.name, i, 8) for i in range(64)], 16)
+        idle = _idle(meter)
         for streams in STREAMS:
             # One stream is a hundred tokens: more rounds, or the CPU is a handful of ticks.
             rounds = effort.rounds if streams == 64 else effort.rounds * (8 if streams == 1 else 2)
@@ -353,8 +354,20 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
         }
         out["synthetic_others_cpu_share"] = significant(bystanders.share())
     out["gateway_us_per_request"] = per_request["gateway"]
-    out["synthetic"] = {**patterns, "cpu_us_per_request": per_request}
+    out["synthetic"] = {**patterns, "cpu_us_per_request": per_request, "cpu_idle_ms_per_s": idle}
     return out
+
+
+def _idle(meter: CpuMeter, seconds: float = 5.0) -> dict[str, float]:
+    """CPU milliseconds a second by role while nobody asks: what Ray and the links cost anyway.
+
+    Nothing else has it subtracted.
+    """
+    began_s, before = time.monotonic(), meter.read()
+    time.sleep(seconds)
+    spent = meter.between(before, meter.read())
+    wall_s = time.monotonic() - began_s
+    return {role: significant(1000 * cpu_s / wall_s) for role, cpu_s in spent.items()}
 
 
 def _pattern(
@@ -410,7 +423,7 @@ def table(result: dict[str, Any]) -> list[str]:
             if name not in ("stack", "in_process")
         ]
     for name, figures in result.get("synthetic", {}).items():
-        if name == "cpu_us_per_request":
+        if "ttft_ms" not in figures:
             continue
         ttft, cpu = figures["ttft_ms"], figures["cpu_us_per_token"]
         lines.append(
