@@ -120,16 +120,22 @@ async def opened(client: Any, one: Request, n: int = 1, *, remaining_s: float = 
     return Reader(await client.open(one, n=n, remaining_s=remaining_s), n)
 
 
-async def answers(client: Any, one: Request, n: int = 1) -> list[Answer]:
+async def _read(client: Any, one: Request, n: int) -> Reader:
     reader = await opened(client, one, n)
-    await reader.task
-    return reader.answers
+    try:
+        await reader.task
+    finally:
+        await reader.stream.aclose()  # a task cancelled before its first turn runs no `finally`
+    return reader
+
+
+async def answers(client: Any, one: Request, n: int = 1) -> list[Answer]:
+    return (await _read(client, one, n)).answers
 
 
 async def ask(client: Any, one: Request, n: int = 1) -> tuple[Any, Any, Any, Any]:
     """Tokens, text and finish of each choice, and the usage."""
-    reader = await opened(client, one, n)
-    await reader.task
+    reader = await _read(client, one, n)
     told = reader.answers
     return reader.tokens, [a.text for a in told], [a.finish for a in told], reader.usage
 
