@@ -89,7 +89,7 @@ async def finished(stream: Any) -> list[int]:
     return tokens
 
 
-ONE = request(1, 5, 200, ignore_eos=True)
+ONE = request(1, 5, 400, ignore_eos=True)
 
 
 async def test_a_route_taken_out_lets_its_streams_end(local_cluster, make_models):
@@ -234,7 +234,7 @@ async def test_a_new_queue_grants_what_waited_in_the_old_one(local_cluster):
     client = await cluster.add_gateway("g0")
     client.window_tokens = 16
     running = [
-        await client.open(request(i, 5, 200, ignore_eos=True), n=1, remaining_s=60.0)
+        await client.open(request(i, 5, 400, ignore_eos=True), n=1, remaining_s=60.0)
         for i in range(2)
     ]
     requests = [request(10 + i, 5) for i in range(6)]

@@ -14,7 +14,7 @@ async def test_a_replica_taken_out_ends_its_streams_and_takes_no_new_ones(local_
     leaving = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")
     client.window_tokens = 16
-    one = request(1, 10, 200, ignore_eos=True)
+    one = request(1, 10, 400, ignore_eos=True)
     stream = await client.open(one, n=1, remaining_s=60.0)
     staying = await cluster.add_decode("d1")
     cluster.decode_directory.drop("d0")
@@ -80,7 +80,7 @@ async def test_a_hold_lasts_as_long_as_its_pair_has_work(local_cluster):
     decode = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")
     client.window_tokens = 16
-    stream = await client.open(request(1, 4, 200, ignore_eos=True), n=1, remaining_s=60.0)
+    stream = await client.open(request(1, 4, 400, ignore_eos=True), n=1, remaining_s=60.0)
     hold = asyncio.create_task(decode.holds.hold("g0"))
     await asyncio.sleep(2.5)  # longer than an idle pair's call lasts
     assert not hold.done()
@@ -92,7 +92,7 @@ async def test_a_hold_ends_with_its_link(local_cluster):
     cluster = local_cluster(prefill=False)
     decode = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")
-    reader = await opened(client, request(1, 4, 200, ignore_eos=True))
+    reader = await opened(client, request(1, 4, 400, ignore_eos=True))
     hold = asyncio.create_task(decode.holds.hold("g0"))
     await reader.each_has(3)
     cluster.clients.remove(client)

@@ -79,7 +79,7 @@ async def test_bytes_of_half_characters_and_stops_survive_a_migration(local_clus
         rng = random.Random(i)
         prompt = tuple(rng.randrange(0, 250) for _ in range(40))
         params = SamplingParams(
-            max_tokens=80,
+            max_tokens=160,
             seed=rng.getrandbits(64),
             temperature=1.0,
             ignore_eos=True,

@@ -15,7 +15,7 @@ def changed(cluster, **changes) -> PoolSettings:
 
 async def begun(client, decode, i: int):
     """The `i`th stream: it fills its window of 16 tokens and then waits for its reader."""
-    stream = await client.open(request(i, 4, 200, ignore_eos=True), n=1, remaining_s=60.0)
+    stream = await client.open(request(i, 4, 400, ignore_eos=True), n=1, remaining_s=60.0)
     table = decode.streams
     await until(lambda: sum(s.paused for s in table._streams.values()) == i, "a full window")
     return stream
@@ -41,7 +41,7 @@ async def test_more_slots_are_handed_out_at_once(local_cluster):
     decode.apply(changed(cluster, max_running_requests=2))
     assert await waits == [alone("fake", request(2, 4))]
     assert decode.streams.num_streams == 1
-    assert await finished(running) == alone("fake", request(1, 4, 200, ignore_eos=True)).tokens
+    assert await finished(running) == alone("fake", request(1, 4, 400, ignore_eos=True)).tokens
     await settled(cluster)
 
 
@@ -57,7 +57,7 @@ async def test_fewer_slots_end_no_stream_and_hold_new_ones_back(local_cluster):
     for i, stream in enumerate(running, start=1):
         assert not waits.done()
         assert decode.streams.num_choices == 3 - i
-        assert await finished(stream) == alone("fake", request(i, 4, 200, ignore_eos=True)).tokens
+        assert await finished(stream) == alone("fake", request(i, 4, 400, ignore_eos=True)).tokens
     assert await waits == [alone("fake", request(3, 4))]
     assert decode.streams.counters.refused == {}
     await settled(cluster)

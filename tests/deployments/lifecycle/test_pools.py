@@ -102,8 +102,9 @@ async def test_a_slow_reader_stalls_only_itself(local_cluster):
     slow = await client.open(request(1, 4, 200, ignore_eos=True), n=1, remaining_s=30.0)
     fast = await ask(client, request(2, 4, 100, ignore_eos=True))
     assert len(fast[0][0]) == 100
-    events = slow._events
-    assert sum(len(e.token_ids) for e in events) <= 9
+    assert [s.paused for s in decode.streams._streams.values()] == [True]
+    # The engine may be some steps ahead of the loop that pauses it, but not by a whole answer.
+    assert sum(len(e.token_ids) for e in slow._events) < 100
     assert decode.streams.num_streams == 1
     tokens = []
     async for batch in slow:
