@@ -227,8 +227,11 @@ class Cluster:
         """Process ids of the running replicas, by replica id."""
         assert self._serve is not None
         details = self._serve.get("/api/serve/applications/").raise_for_status().json()
-        replicas = details["applications"][app]["deployments"][deployment]["replicas"]
-        return {r["replica_id"]: r["pid"] for r in replicas if r["state"] == "RUNNING"}
+        # While an application changes Serve may not list its deployments for a moment.
+        there = details["applications"].get(app, {}).get("deployments", {}).get(deployment, {})
+        return {
+            r["replica_id"]: r["pid"] for r in there.get("replicas", ()) if r["state"] == "RUNNING"
+        }
 
     def all_pids(self) -> dict[tuple[str, str], dict[str, int]]:
         pools = [(app, pool) for app in MODELS for pool in ("Prefill", "Decode")]

@@ -88,6 +88,23 @@ async def test_what_the_only_replica_had_begun_waits_for_the_next_one(local_clus
     assert reader.stream.migrations == 1
 
 
+async def test_losing_the_queue_and_the_only_replica_together_ends_nothing(local_cluster):
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    one = request(8, 30, 300)
+    expected = await answer(client, one)
+    reader = Reader(await client.open(one, n=1, remaining_s=60.0))
+    await reader.each_has(5)
+    await cluster.queue.close()
+    await lose(cluster, "d0")
+    await asyncio.sleep(0.7)
+    assert not reader.task.done()
+    await cluster.add_decode("d1", report=False)
+    await reader.task
+    assert reader.tokens == expected
+
+
 async def test_many_choices_of_one_stream_move_together(local_cluster):
     cluster = local_cluster(prefill=False)
     await cluster.add_decode("d0")
