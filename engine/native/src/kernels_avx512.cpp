@@ -86,14 +86,14 @@ struct Avx512Pairs : Avx512Floats {
     template <int R>
     static void block(
         const bf16 *a, int64_t lda, const uint32_t *w, int64_t steps, float *c, int64_t ldc,
-        bool add, bool stream) {
+        bool add, Ahead ahead) {
         __m512 sum[R][2];
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2; h++) sum[r][h] = add ? load(c + r * ldc + h * W) : zero();
         for (int64_t k = 0; k < steps; k++, w += GROUP) {
-            if (stream) {
-                __builtin_prefetch(w + GROUP * 24);
-                __builtin_prefetch(w + GROUP * 24 + 16);
+            if (k < ahead.steps) {
+                __builtin_prefetch(w + ahead.distance, 0, 2);
+                __builtin_prefetch(w + ahead.distance + 16, 0, 2);
             }
             const __m512bh w0 = pairs(w), w1 = pairs(w + 16);
             for (int r = 0; r < R; r++) {

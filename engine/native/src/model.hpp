@@ -17,6 +17,7 @@
 constexpr int GROUP = 32;  // outputs of a panel
 constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
 constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
+constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
 constexpr int64_t QUERY_ROWS = 96;   // query heads times tokens attended together
 
 // [groups][in / PAIR][32 outputs]: a product reads its weight from end to end once.
@@ -69,15 +70,21 @@ private:
     int64_t size_ = 0;
 };
 
+// What a product asks memory for while it computes: in its first `steps` steps, the weights that lie
+// `distance` elements behind the one it reads.
+struct Ahead {
+    int64_t distance = 0, steps = 0;
+};
+
 // c[r][0..32) = (add ? c : 0) + sum over k of a[r][k] * w[k][0..32), for up to P::R rows.
 template <class P, class T>
 void product(
     int rows, const typename P::A *a, int64_t lda, const T *w, int64_t steps, typename P::F *c,
-    int64_t ldc, bool add, bool stream) {
+    int64_t ldc, bool add, Ahead ahead = {}) {
     switch (rows) {
-#define TAILRACE_ROWS(n)                                                                  \
-    case n:                                                                               \
-        if constexpr (n <= P::R) P::template block<n>(a, lda, w, steps, c, ldc, add, stream); \
+#define TAILRACE_ROWS(n)                                                                         \
+    case n:                                                                                      \
+        if constexpr (n <= P::R) P::template block<n>(a, lda, w, steps, c, ldc, add, ahead); \
         break;
         TAILRACE_ROWS(1)
         TAILRACE_ROWS(2)
@@ -106,7 +113,7 @@ int block_rows(int64_t left) {
 template <class P, int R, class T>
 inline void plain_block(
     const typename P::A *a, int64_t lda, const T *w, int64_t steps, typename P::F *c, int64_t ldc,
-    bool add, bool stream) {
+    bool add, Ahead ahead) {
     using V = typename P::V;
     constexpr int W = P::W;
     for (int column = 0; column < GROUP; column += 2 * W) {
@@ -116,7 +123,10 @@ inline void plain_block(
                 sum[r][h] = add ? P::load(c + r * ldc + column + h * W) : P::zero();
         const T *p = w + column;
         for (int64_t k = 0; k < steps; k++, p += GROUP) {
-            if (stream && column == 0) __builtin_prefetch(p + GROUP * 24);
+            // The columns that come first ask for the others' lines too.
+            if (k < ahead.steps && column == 0)
+                for (int i = 0; i < GROUP; i += 64 / int(sizeof(T)))
+                    __builtin_prefetch(p + ahead.distance + i, 0, 2);
             const V w0 = P::load(p), w1 = P::load(p + W);
             for (int r = 0; r < R; r++) {
                 const V x = P::set1(a[r * lda + k]);
@@ -401,15 +411,17 @@ private:
             for (int64_t task = begin; task < end; task++) {
                 const int64_t g = task / pieces, first = task % pieces * ROWS;
                 const int64_t last = std::min(first + ROWS, rows);
-                bool stream = true;  // the first block brings the panel into the cache
+                // The first block of rows reads the panel from memory; while a later one computes
+                // on what is in the cache, half of the next panel can be on its way.
+                Ahead ahead{GROUP * STREAM_STEPS, matrix.steps};
                 for (int64_t r = first; r < last;) {
                     const int n = block_rows<P>(last - r);
+                    if (r > first) ahead = {matrix.steps * GROUP, last - r == n ? matrix.steps / 2 : 0};
                     product<P>(
                         n, x + r * ldx, ldx, matrix.panel(g), matrix.steps, sums, GROUP, false,
-                        stream);
+                        ahead);
                     for (int i = 0; i < n; i++) each(r + i, g, sums + i * GROUP);
                     r += n;
-                    stream = false;
                 }
             }
         });
@@ -642,6 +654,8 @@ private:
         const int64_t width = s_.window ? s_.window : stop;
         const int64_t first = std::max<int64_t>(queries.position - width + 1, 0);
         const int64_t dim_steps = round_up(dim, PAIR) / PAIR;
+        const int64_t begin = first / KEYS * KEYS;
+        fetch(step, queries.request, layer, kv_head, first, std::min(begin + KEYS, stop));
         for (int64_t r = 0; r < rows; r++) {
             const A *from = q_.get() + (queries.token + r / group) * q_size_ +
                             (kv_head * group + r % group) * dim;
@@ -651,10 +665,12 @@ private:
         std::fill_n(mine.top.get(), rows, -std::numeric_limits<F>::infinity());
         std::fill_n(mine.total.get(), rows, F(0));
 
-        for (int64_t base = first / KEYS * KEYS; base < stop; base += KEYS) {
+        for (int64_t base = begin; base < stop; base += KEYS) {
             const int64_t low = std::max<int64_t>(first - base, 0);
             const int64_t high = std::min<int64_t>(stop - base, KEYS);
             gather(step, queries.request, layer, kv_head, base, low, high, mine);
+            const int64_t next = base + KEYS;
+            fetch(step, queries.request, layer, kv_head, next, std::min(next + KEYS, stop));
             // Tokens before see nothing of these keys yet, those behind nothing any more.
             const int64_t from = std::max<int64_t>(base - queries.position, 0) * group;
             const int64_t to =
@@ -666,7 +682,7 @@ private:
                 for (int64_t g = 0; g < panels; g++)
                     product<P>(
                         n, mine.q.get() + r * ld, ld, mine.keys.get() + g * dim_steps * GROUP,
-                        dim_steps, mine.scores.get() + r * KEYS + g * GROUP, KEYS, false, false);
+                        dim_steps, mine.scores.get() + r * KEYS + g * GROUP, KEYS, false);
                 for (int i = 0; i < n; i++) {
                     const int64_t position = queries.position + (r + i) / group - base;
                     soften(
@@ -677,7 +693,7 @@ private:
                     product<P>(
                         n, mine.p.get() + r * KEYS, KEYS,
                         mine.values.get() + g * (KEYS / PAIR) * GROUP, value_steps,
-                        mine.out.get() + r * ld + g * GROUP, ld, true, false);
+                        mine.out.get() + r * ld + g * GROUP, ld, true);
                 r += n;
             }
         }
@@ -722,21 +738,53 @@ private:
         mine.total[row] += P::sum(sum);
     }
 
+    // found(position, count, keys, values) for every run of positions that lie one behind another.
+    template <class Found>
+    void each_run(
+        const tailrace_step &step, int64_t request, int64_t layer, int64_t from, int64_t to,
+        Found &&found) const {
+        const int32_t *table = step.block_table + request * step.columns;
+        int64_t block = from / step.block_tokens, offset = from % step.block_tokens;
+        for (; from < to; block++, offset = 0) {
+            const int64_t count = std::min(step.block_tokens - offset, to - from);
+            found(
+                from, count, cached(step, table[block], layer, 0, offset),
+                cached(step, table[block], layer, 1, offset));
+            from += count;
+        }
+    }
+
+    // Asks memory for the keys and values of one head at positions [from, to).
+    void fetch(
+        const tailrace_step &step, int64_t request, int64_t layer, int64_t kv_head, int64_t from,
+        int64_t to) const {
+        const int64_t bytes = s_.head_dim * int64_t(sizeof(KV));
+        each_run(step, request, layer, from, to,
+                 [&](int64_t, int64_t count, const KV *k, const KV *v) {
+                     for (int64_t i = 0; i < count; i++)
+                         for (const KV *row : {k, v}) {
+                             row += i * kv_size_ + kv_head * s_.head_dim;
+                             const char *at = reinterpret_cast<const char *>(row);
+                             for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b);
+                         }
+                 });
+    }
+
     // Keys [base + low, base + high) of one head as panels. Rows below `low` and those that fill up
     // a panel are zero: what lies in the pool there may be anything, even NaN.
     void gather(
         const tailrace_step &step, int64_t request, int64_t layer, int64_t kv_head, int64_t base,
         int64_t low, int64_t high, Private &mine) const {
-        const int32_t *table = step.block_table + request * step.columns;
-        const KV *keys[KEYS], *values[KEYS];
-        for (int64_t i = 0; i < KEYS; i++) {
-            keys[i] = values[i] = nullptr;
-            if (i < low || i >= high) continue;
-            const int64_t block = table[(base + i) / step.block_tokens];
-            const int64_t offset = (base + i) % step.block_tokens;
-            keys[i] = cached(step, block, layer, 0, offset) + kv_head * s_.head_dim;
-            values[i] = cached(step, block, layer, 1, offset) + kv_head * s_.head_dim;
-        }
+        const KV *keys[KEYS] = {}, *values[KEYS] = {};
+        each_run(step, request, layer, base + low, base + high,
+                 [&](int64_t position, int64_t count, const KV *k, const KV *v) {
+                     k += kv_head * s_.head_dim;
+                     v += kv_head * s_.head_dim;
+                     for (int64_t i = 0; i < count; i++) {
+                         keys[position - base + i] = k + i * kv_size_;
+                         values[position - base + i] = v + i * kv_size_;
+                     }
+                 });
         const int64_t steps = round_up(s_.head_dim, PAIR) / PAIR;
         for (int64_t g = 0; g < round_up(high, GROUP) / GROUP; g++)
             P::pack_keys(keys + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);

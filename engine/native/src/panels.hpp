@@ -13,8 +13,8 @@ struct Plain {
     template <int R, class Element>
     static void block(
         const A *a, int64_t lda, const Element *w, int64_t steps, Number *c, int64_t ldc, bool add,
-        bool stream) {
-        plain_block<P, R>(a, lda, w, steps, c, ldc, add, stream);
+        Ahead ahead) {
+        plain_block<P, R>(a, lda, w, steps, c, ldc, add, ahead);
     }
 
     static void pack_keys(const KV *const *rows, int64_t dim, T *to) {
