@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_PLACEMENTS = 8
 """Times in a row that a submit is placed without a single token coming of it."""
 
+MAX_LOST_REPLICAS = 4
+"""A stream that outlived this many replicas may be what kills them: the next loss is its end."""
+
 TAKE_OVER_S = 120.0
 """How long what a lost replica had begun waits for another one, within the client's deadline: a
 replica that Serve restarts loads its weights first."""
@@ -111,6 +114,7 @@ class ClusterStream:
         self._wake = asyncio.Event()
         self._failure: EngineError | None = None
         self._again: list[tuple[_Leg, Overloaded]] = []
+        self._lost: set[str] = set()
         self._emitted: list[list[int]] = [[] for _ in range(n)]
         self._unfinished = set(range(n))
         self._cached_tokens: int | None = None
@@ -242,9 +246,16 @@ class ClusterStream:
         """The replica is gone. What it had not finished goes elsewhere."""
         self._end(leg)
         if leg.live:
-            self._again.append(
-                (leg, Overloaded(f"replica {leg.replica} was lost ({reason}): try again"))
-            )
+            self._lost.add(leg.replica)
+            error = Overloaded(f"replica {leg.replica} was lost ({reason}): try again")
+            if len(self._lost) <= MAX_LOST_REPLICAS:
+                self._again.append((leg, error))
+            else:
+                self._failure = Overloaded(
+                    f"{len(self._lost)} replicas were lost while they worked on this "
+                    f"request, the last one {leg.replica} ({reason}): it may be the cause; change "
+                    "it or look at the replicas' logs before sending it again"
+                )
         self._wake.set()
 
     def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.admission.actor import QueueActor
 from deployments.admission.queue import QueueLimits
+from deployments.gateway.dispatch import MAX_LOST_REPLICAS
 from deployments.link.link import Link
 from deployments.link.messages import Kind
 from engine.errors import Overloaded
@@ -118,6 +119,36 @@ async def test_many_choices_of_one_stream_move_together(local_cluster):
     await reader.task
     assert reader.tokens == expected
     assert reader.stream.migrations == 12
+
+
+async def rest(batches) -> None:
+    async for _ in batches:
+        pass
+
+
+async def test_a_request_that_kills_every_replica_it_meets_is_not_sent_to_all_of_them(
+    local_cluster,
+):
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    client.window_tokens = 16  # a replica is at most this far ahead
+    stream = await client.open(request(9, 10, 2000), n=1, remaining_s=60.0)
+    batches = aiter(stream)
+
+    async def meet(k: int) -> None:
+        while not cluster.decodes[f"d{k}"].streams.num_streams:
+            await anext(batches)
+        await cluster.add_decode(f"d{k + 1}")
+        await lose(cluster, f"d{k}")
+
+    for k in range(MAX_LOST_REPLICAS + 1):
+        await meet(k)
+    with pytest.raises(Overloaded, match=r"5 replicas were lost.*d4.*may be the cause"):
+        await rest(batches)
+    await stream.aclose()
+    assert cluster.decodes["d5"].streams.counters.submits == 0
+    assert client.num_streams == 0
 
 
 async def test_what_was_admitted_before_goes_ahead_of_who_waits(local_cluster):
