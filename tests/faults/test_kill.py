@@ -246,6 +246,17 @@ async def test_a_killed_gateway_leaves_no_stream_on_decode(
         with pytest.raises(httpx.RemoteProtocolError):
             await reader.task
     note("gateway killed: all clients had seen the end after", time.monotonic() - killed)
+
+    def let_go(replica: str) -> float | None:
+        changes = cluster.watched("tiny", replica)
+        assert max(streams for _, streams, _ in changes) >= 2
+        at, streams, blocks = changes[-1]
+        return at if (streams, blocks) == (0, 0) else None
+
+    for replica in replicas:
+        at = await asyncio.to_thread(wait_for, lambda replica=replica: let_go(replica))
+        note(f"gateway killed: {replica} held nothing after", at - killed)
+        assert at - killed < 5.0
     told = [
         event
         for replica in replicas
@@ -254,13 +265,6 @@ async def test_a_killed_gateway_leaves_no_stream_on_decode(
     assert len(told) == len(readers)
     assert all(event["reason"].startswith("link: ") for event in told)
     note("gateway killed: decode knew after", max(event["t"] for event in told) - killed)
-    for replica in replicas:
-        changes = cluster.watched("tiny", replica)
-        assert max(streams for _, streams, _ in changes) >= 2
-        let_go, streams, blocks = changes[-1]
-        assert (streams, blocks) == (0, 0)
-        note(f"gateway killed: {replica} held nothing after", let_go - killed)
-        assert let_go - killed < 5.0
     await asyncio.to_thread(cluster.settled)
     note("gateway killed: another was in its place after", time.monotonic() - killed)
     assert gateway not in cluster.pids("gateway", "Gateway")
