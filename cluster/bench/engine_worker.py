@@ -10,12 +10,13 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.bench.limit import LinearLayers
     from engine.build import BuiltEngine
+    from engine.models.model import Model
 
 DECODE_PROMPT_TOKENS = 32
 DECODE_TOKENS = 128
@@ -67,13 +68,7 @@ def measure(job: EngineJob) -> dict[str, Any]:
 
     bystanders = Bystanders(list)
     model = built.model
-    architecture = getattr(model, "architecture", None)
-    limit = None
-    if architecture is not None:
-        from cluster.bench.limit import LinearLayers
-
-        limit = LinearLayers(architecture, getattr(torch, model.layout.dtype))
-    bench = _Bench(built, limit, random.Random(0))
+    bench = _Bench(built, _linear_layers(model), random.Random(0))
     bench.prefill(job.prefill_tokens)
     for batch in job.batches:
         bench.decode(batch, job.decode_prompt_tokens, 8)
@@ -123,10 +118,30 @@ def _build(job: EngineJob) -> BuiltEngine:
     return build_engine(config, load_text(job.source).tokenizer)
 
 
+Limit = Callable[[int, int], None]
+"""Runs the linear layers of a pass over so many rows, of which so many are sampled from."""
+
+
+def _linear_layers(model: Model) -> Limit | None:
+    """The model's linear layers as it executes them. None for a model without any."""
+    import torch
+
+    from engine.models.decoder import Decoder
+    from engine.native.decoder import NativeDecoder
+
+    if isinstance(model, NativeDecoder):
+        return model.products
+    if isinstance(model, Decoder):
+        from cluster.bench.limit import LinearLayers
+
+        return LinearLayers(model.architecture, getattr(torch, model.layout.dtype)).run
+    return None
+
+
 class _Bench:
     """Drives one engine's steps on this thread."""
 
-    def __init__(self, built: BuiltEngine, limit: LinearLayers | None, rng: random.Random) -> None:
+    def __init__(self, built: BuiltEngine, limit: Limit | None, rng: random.Random) -> None:
         self._engine = built.engine
         self._limit = limit
         self._rng = rng
@@ -141,10 +156,10 @@ class _Bench:
         if self._limit is None:
             return
         for rows, sampled in set(self._passes):
-            self._limit.run(rows, sampled)
+            self._limit(rows, sampled)
         started = time.perf_counter()
         for rows, sampled in self._passes:
-            self._limit.run(rows, sampled)
+            self._limit(rows, sampled)
         limit_s = time.perf_counter() - started
         rates.setdefault(f"{name}_tok_s_limit", []).append(num_tokens / limit_s)
 

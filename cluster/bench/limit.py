@@ -1,4 +1,6 @@
-"""The linear layers of a decoder alone: what no arrangement of the rest can beat.
+"""The linear layers of torch's decoder alone: what no arrangement of the rest can beat.
+
+(The native decoder runs its own, see `NativeDecoder.products`.)
 
 They have weights of their own, of the same shapes and dtype and in the same packed layout, so that
 as many bytes are read and as many products formed as in the model. Imports torch.

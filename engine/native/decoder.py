@@ -124,6 +124,14 @@ class NativeDecoder:
         del alive
         return out
 
+    def products(self, tokens: int, sampled: int) -> None:
+        """The matrix products of a pass and nothing else, their results dropped.
+
+        For measuring: no arrangement of the rest can make a pass over `tokens` rows, of which
+        `sampled` are sampled from, take less time. Raises IndexError for counts that no pass has.
+        """
+        _raise(self._library.tailrace_products(self._handle, tokens, sampled))
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product by itself: x `[rows, in]`, weight `[out, in]` to `[rows, out]`, unrounded."""
         x, weight = x.to(self._wide).contiguous(), weight.to(self._dtype).contiguous()

@@ -34,7 +34,7 @@ PARTS: Final = (
 )
 """In the order of their numbers."""
 
-_ABI = 1
+_ABI = 2
 
 
 class NativeUnavailable(EngineError):
@@ -105,6 +105,7 @@ def load_library(path: Path | None) -> ctypes.CDLL:
         "tailrace_destroy": (None, (c_void_p,)),
         "tailrace_load": (c_char_p, (c_void_p, c_int32, c_int64, POINTER(c_void_p))),
         "tailrace_step_run": (c_char_p, (c_void_p, POINTER(Step))),
+        "tailrace_products": (c_char_p, (c_void_p, c_int64, c_int64)),
         "tailrace_linear": (c_char_p, (c_void_p, *counts, *pointers, c_void_p)),
         "tailrace_gated": (c_char_p, (c_void_p, *counts, *pointers, c_void_p)),
         "tailrace_norm": (c_char_p, (c_void_p, c_int64, c_int64, *pointers)),

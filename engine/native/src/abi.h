@@ -13,7 +13,7 @@
 #define TAILRACE_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define TAILRACE_ABI 1
+#define TAILRACE_ABI 2
 
 enum tailrace_dtype { TAILRACE_FLOAT32, TAILRACE_BFLOAT16, TAILRACE_FLOAT64 };
 
@@ -68,6 +68,10 @@ TAILRACE_EXPORT const char *tailrace_load(
     void *decoder, int32_t part, int64_t layer, const void *const *tensors);
 
 TAILRACE_EXPORT const char *tailrace_step_run(void *decoder, const tailrace_step *step);
+
+// All matrix products of a pass over `tokens` rows of which `sampled` are sampled from, on whatever
+// the buffers hold, and nothing else: what the rest of a step is measured against.
+TAILRACE_EXPORT const char *tailrace_products(void *decoder, int64_t tokens, int64_t sampled);
 
 // The kernels by themselves, so that each can be held against another implementation. x and y are
 // wide; weights have the decoder's dtype.

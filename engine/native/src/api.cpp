@@ -79,6 +79,10 @@ const char *tailrace_step_run(void *decoder, const tailrace_step *step) {
     return guarded([&] { return decoder_of(decoder).step(*step); });
 }
 
+const char *tailrace_products(void *decoder, int64_t tokens, int64_t sampled) {
+    return guarded([&] { return decoder_of(decoder).products(tokens, sampled); });
+}
+
 const char *tailrace_linear(
     void *decoder, int64_t rows, int64_t out, int64_t in, const void *x, const void *weight,
     const void *bias, void *y) {

@@ -13,6 +13,7 @@ public:
     virtual ~Decoder() = default;
     virtual const char *load(int part, int64_t layer, const void *const *tensors) = 0;
     virtual const char *step(const tailrace_step &step) = 0;
+    virtual const char *products(int64_t tokens, int64_t sampled) = 0;
     virtual const char *linear(
         int64_t rows, int64_t out, int64_t in, const void *x, const void *weight, const void *bias,
         void *y) = 0;

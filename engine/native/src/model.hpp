@@ -261,6 +261,26 @@ public:
         return nullptr;
     }
 
+    const char *products(int64_t tokens, int64_t sampled) override {
+        if (tokens < 0 || sampled < 0 || sampled > tokens) return "no such pass";
+        normed_.reserve(tokens * hidden_);
+        attention_.reserve(tokens * attended_);
+        inside_.reserve(tokens * inner_);
+        const auto drop = [](int64_t, int64_t, const F *) {};
+        team_.run([&](Lane &lane) {
+            for (int64_t l = 0; l < s_.layers; l++) {
+                const Layer &layer = layers_[static_cast<size_t>(l)];
+                const int64_t rows = l + 1 == s_.layers ? sampled : tokens;
+                multiply(lane, layer.qkv, normed_.get(), hidden_, tokens, drop);
+                multiply(lane, layer.o, attention_.get(), attended_, rows, drop);
+                multiply(lane, layer.gate_up, normed_.get(), hidden_, rows, drop);
+                multiply(lane, layer.down, inside_.get(), inner_, rows, drop);
+            }
+            multiply(lane, head_, normed_.get(), hidden_, sampled, drop);
+        });
+        return nullptr;
+    }
+
     const char *linear(
         int64_t rows, int64_t out, int64_t in, const void *x, const void *weight, const void *bias,
         void *y) override {
