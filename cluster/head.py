@@ -44,6 +44,9 @@ SERVE_DEFAULTS: Mapping[str, str] = {
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # A busy core answers a queue-length probe late; at 0.1 s Serve would take it for lost.
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",
+    # Else every write of a stream crosses from one thread to another and back. Nothing of ours
+    # blocks the loop that health checks then share: engines step on a thread of their own.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # A replaced gateway keeps its port until every balancer has heard of it; on one host that
     # takes a fraction of a second. Requests under way are waited for in any case.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
