@@ -35,7 +35,11 @@ class CpuTimes:
 class CpuMeter:
     """Reads the processes of one stack."""
 
-    def __init__(self, stack: Stack, *, model_app: str, gateway_app: str) -> None:
+    def __init__(
+        self, stack: Stack, *, model_app: str, gateway_app: str, client: psutil.Process
+    ) -> None:
+        """`client` puts the load on. It is a role of its own and no part of `all`: what it takes a
+        token says how fast the machine was that day."""
         self._processes = {process.pid: process for process in stack.processes()}
         by_deployment = stack.pids()
         self.roles: dict[str, list[int]] = {
@@ -43,7 +47,9 @@ class CpuMeter:
             "decode": by_deployment.get((model_app, "Decode"), []),
             HAPROXY: [pid for pid, process in self._processes.items() if _name(process) == HAPROXY],
             ALL: list(self._processes),
+            "client": [client.pid],
         }
+        self._processes[client.pid] = client
 
     def read(self) -> CpuTimes:
         seconds: dict[int, float] = {}

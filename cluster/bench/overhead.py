@@ -322,12 +322,13 @@ class _Figures:
 
 
 def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> dict[str, Any]:
-    meter = CpuMeter(stack, model_app=model.app, gateway_app="gateway")
     out: dict[str, Any] = {}
     patterns: dict[str, Any] = {}
     with Worker() as worker:
+        client = psutil.Process(worker.pid)
+        meter = CpuMeter(stack, model_app=model.app, gateway_app=stack.gateway(), client=client)
         worker.server(stack.url)
-        bystanders = Bystanders(lambda: [*stack.processes(), psutil.Process(worker.pid)])
+        bystanders = Bystanders(lambda: [*stack.processes(), client])
         worker.closed("server", [_chat(model.name, i, 8) for i in range(64)], 16)
         idle = _idle(meter)
         for streams in STREAMS:
@@ -429,6 +430,6 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"synthetic {name:9} ttft p50/p99 {ttft['p50']}/{ttft['p99']} ms, e2e p50 "
             f"{figures['e2e_s']['p50']} s, CPU us a token: gateway {cpu['gateway']}, decode "
-            f"{cpu['decode']}, haproxy {cpu['haproxy']}, all {cpu['all']}"
+            f"{cpu['decode']}, haproxy {cpu['haproxy']}, all {cpu['all']}, client {cpu['client']}"
         )
     return lines

@@ -77,6 +77,17 @@ class Stack:
 
     def models(self) -> list[ServedModel]:
         """What is deployed. Raises ClusterError for a cluster that is not ours."""
+        return models_in(self._deployed())
+
+    def gateway(self) -> str:
+        """Name of the application that clients talk to. Raises ClusterError if there is none."""
+        for config in self._deployed():
+            if config.get("import_path") == GATEWAY_BUILDER:
+                return config["name"]
+        raise ClusterError(f"{self.url}: no application there is built by {GATEWAY_BUILDER}")
+
+    def _deployed(self) -> list[dict[str, Any]]:
+        """Configurations of all applications, as Serve holds them."""
         state, record = self._ours()
         token = state.ray_token().read_text().strip()
         try:
@@ -89,11 +100,10 @@ class Stack:
             answer.raise_for_status()
         except httpx.HTTPError as error:
             raise ClusterError(f"{record.dashboard_url}: Serve does not answer: {error}") from error
-        configs = [
+        return [
             application.get("deployed_app_config") or {}
             for application in answer.json()["applications"].values()
         ]
-        return models_in(configs)
 
     def pids(self) -> dict[tuple[str, str], list[int]]:
         """Replicas' processes by application and deployment."""

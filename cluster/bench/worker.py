@@ -14,6 +14,7 @@ SIDE is `engine` or `server`. Torch is imported by the first command only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -130,8 +131,10 @@ class Worker:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        if self._child.stdin is not None:
-            self._child.stdin.close()
+        # A child that died leaves words behind that nobody will take.
+        with contextlib.suppress(OSError):
+            if self._child.stdin is not None:
+                self._child.stdin.close()
         try:
             self._child.wait(timeout=10)
         except subprocess.TimeoutExpired:
