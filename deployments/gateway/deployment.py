@@ -22,6 +22,7 @@ from deployments.secret import read_link_secret
     ray_actor_options={"num_cpus": 0.1},
     graceful_shutdown_timeout_s=600,
     health_check_period_s=2,
+    logging_config={"enable_access_log": False},  # the event log has every request already
 )
 @serve.ingress(build_app)
 class Gateway:

@@ -120,7 +120,9 @@ async def test_a_redeploy_under_load_drops_no_request(cluster: Cluster, app: str
     else:
         gateway = deployment(cluster.config, "gateway", "Gateway")
         gateway["ray_actor_options"]["num_cpus"] = 0.2
-    async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120.0
+    ) as client:
         loading = asyncio.create_task(load(client))
         await asyncio.sleep(1.0)
         try:
