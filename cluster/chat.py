@@ -109,6 +109,7 @@ class ChatClient:
         messages: list[Message],
         *,
         max_tokens: int | None,
+        temperature: float | None = None,
         show: Callable[[str], None],
     ) -> Answer:
         """Stream one answer, `show` each piece as it comes. Ctrl-C cancels it on the server too
@@ -125,6 +126,8 @@ class ChatClient:
         }
         if max_tokens is not None:
             body["max_completion_tokens"] = max_tokens
+        if temperature is not None:
+            body["temperature"] = temperature
         pieces: list[str] = []
         finish: str | None = None
         usage: dict[str, Any] = {}
@@ -215,6 +218,13 @@ def _failure(status: int, body: Any, headers: Any) -> EngineError:
 @click.option("--model", help="Default: the first one the server lists.")
 @click.option("--system", help="System message: how the model should behave.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0, 2.0),
+    default=0.2,
+    show_default=True,
+    help="0 always takes the likeliest token. Small models wander at 1.",
+)
 @click.option("--api-key", envvar="TAILRACE_API_KEY", help="Or TAILRACE_API_KEY.")
 @json_option
 def chat(
@@ -222,6 +232,7 @@ def chat(
     model: str | None,
     system: str | None,
     max_tokens: int | None,
+    temperature: float,
     api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -251,7 +262,11 @@ def chat(
         messages.append({"role": "user", "content": question})
         try:
             answer = client.ask(
-                chosen, messages, max_tokens=max_tokens, show=_show(to_stderr=as_json)
+                chosen,
+                messages,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                show=_show(to_stderr=as_json),
             )
         except EngineError as error:
             # In a conversation the next question may do better; a script must notice.
