@@ -190,14 +190,6 @@ _DECLARED = (
         "From the engine's receipt of a request to its last token.",
     ),
     _seconds(
-        "vllm:request_queue_time_seconds", _ENGINE, "From receipt to the first step with a request."
-    ),
-    _seconds(
-        "vllm:request_prefill_time_seconds",
-        _ENGINE,
-        "From a request's first step to its first token.",
-    ),
-    _seconds(
         "vllm:request_decode_time_seconds", _ENGINE, "From a request's first token to its last."
     ),
     _seconds(
@@ -250,13 +242,6 @@ _DECLARED = (
         "Time a request spent in one phase: " + ", ".join(PHASES) + ".",
     ),
     # Admission.
-    _gauge("tailrace_queue_size", _TIER, "Requests waiting for admission."),
-    _seconds(
-        "tailrace_queue_duration_seconds",
-        ("model", "tier", "outcome"),
-        "Wait for admission, by how it ended: dispatched, rejected_capacity, "
-        "rejected_no_endpoints, evicted_ttl, evicted_cancelled or preempted.",
-    ),
     _counter(
         "tailrace_admission_rejections_total",
         ("model", "reason"),
