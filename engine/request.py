@@ -89,11 +89,8 @@ class SamplingParams:
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise RequestError(
-                f"repetition_penalty={self.repetition_penalty}: must be above 0 and at most 10",
-                param="repetition_penalty",
-            )
+        # Logits are divided by it: close to 0 it would turn them into infinities.
+        _between("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         for token_id, bias in self.logit_bias:
             if token_id < 0:
                 raise RequestError(

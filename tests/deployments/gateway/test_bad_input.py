@@ -52,6 +52,7 @@ def text(**fields: Any) -> dict[str, Any]:
         (CHAT, chat(temperature=2.5), "temperature", "invalid_value"),
         (CHAT, chat(temperature=-1), "temperature", "invalid_value"),
         (CHAT, chat(top_p=0), "top_p", "invalid_value"),
+        (CHAT, chat(repetition_penalty=5e-324), "repetition_penalty", "invalid_value"),
         (CHAT, chat(top_k=1.5), "top_k", "invalid_type"),
         (CHAT, chat(max_tokens=0), "max_tokens", "invalid_value"),
         (CHAT, chat(max_tokens=-5), "max_tokens", "invalid_value"),

@@ -330,3 +330,35 @@ def test_a_history_outside_the_vocabulary_is_refused_before_it_can_break_a_batch
     with pytest.raises(RequestError, match="token ids 5 to 300"):
         sampler.enter("a", params(repetition_penalty=1.2), (5, 300), 1)
     assert sampler.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 10.0},
+        {"frequency_penalty": -2.0, "presence_penalty": -2.0},
+        {"frequency_penalty": 2.0, "presence_penalty": 2.0},
+        {"temperature": 5e-324},
+        {"temperature": 1.1e-5},
+        {"top_p": 5e-324},
+        {"min_p": 5e-324},
+        {"min_p": 1.0, "top_p": 5e-324, "top_k": 1},
+        {"logit_bias": tuple((i, -100.0) for i in range(VOCAB))},
+        {"logit_bias": tuple((i, 100.0) for i in range(VOCAB)), "temperature": 1.1e-5},
+        {"min_tokens": 100, "stop_token_ids": tuple(range(VOCAB - 1))},
+    ],
+    ids=str,
+)
+def test_whatever_is_accepted_leaves_a_token_to_choose(extreme):
+    sampler = make_sampler(a=params(**extreme))
+    for position in range(3, 20):
+        logits = random_logits(1, seed=position) * 20
+        (token,) = sampler.sample(logits, ["a"], [position])
+        assert 0 <= token.token_id < VOCAB
+
+
+@pytest.mark.parametrize("penalty", [0.0, 5e-324, 0.0099, 10.1, math.nan])
+def test_a_penalty_that_would_make_logits_infinite_is_refused_with_its_limits(penalty):
+    with pytest.raises(RequestError, match=r"repetition_penalty=.*between 0\.01 and 10"):
+        params(repetition_penalty=penalty)
