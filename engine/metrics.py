@@ -24,7 +24,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["", "seconds", "bytes", "tokens", "ratio", "blocks"]
+Unit = Literal[
+    "",
+    "seconds",
+    "bytes",
+    "tokens",
+    "ratio",
+    "blocks",
+    "bytes_per_second",
+    "watts",
+    "joules",
+    "celsius",
+    "hertz",
+]
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -115,6 +127,8 @@ def _tokens(
 _ENGINE = ("model_name",)
 _MODEL = ("model",)
 _TIER = ("model", "tier")
+_GPU = ("model", "role", "gpu", "uuid")
+"""One device and the replica that owns it. `gpu` is the driver's index; a MIG instance is `0:1`."""
 
 _DECLARED = (
     # The engine, under vLLM's names and label.
@@ -293,6 +307,56 @@ _DECLARED = (
         "tailrace_prefill_fallbacks_total",
         ("model", "action"),
         "Prompts whose remote prefill failed, by what was done: other_replica, local or refused.",
+    ),
+    # Devices of a replica, as their driver tells. What a device does not tell has no series; where
+    # MIG is on, only memory is an instance's own, and the rest is under the whole device's UUID.
+    _gauge("tailrace_gpu_up", _GPU, "1 while the device answers, 0 once it is lost."),
+    _gauge("tailrace_gpu_info", (*_GPU, "product"), "Always 1. What the device is called."),
+    _gauge(
+        "tailrace_gpu_memory_used_bytes",
+        _GPU,
+        "Device memory in use by anyone, without what the driver keeps for itself.",
+        "bytes",
+    ),
+    _gauge("tailrace_gpu_memory_total_bytes", _GPU, "Device memory there is.", "bytes"),
+    _gauge(
+        "tailrace_gpu_utilization_ratio",
+        (*_GPU, "part"),
+        "Share of the driver's last sample period in which a kernel ran (compute), or in which "
+        "device memory was read or written (memory).",
+        "ratio",
+    ),
+    _gauge("tailrace_gpu_power_watts", _GPU, "Power drawn by the board.", "watts"),
+    _gauge("tailrace_gpu_power_limit_watts", _GPU, "Power limit in force.", "watts"),
+    _counter("tailrace_gpu_energy_joules_total", _GPU, "Energy used by the board.", "joules"),
+    _gauge("tailrace_gpu_temperature_celsius", _GPU, "Temperature of the chip.", "celsius"),
+    _gauge("tailrace_gpu_clock_hertz", (*_GPU, "clock"), "Clock now, of sm or of memory.", "hertz"),
+    _gauge(
+        "tailrace_gpu_throttled",
+        (*_GPU, "reason"),
+        "1 while this reason holds the clocks down. idle and application_clocks are no trouble.",
+    ),
+    _counter(
+        "tailrace_gpu_ecc_errors_total",
+        (*_GPU, "kind"),
+        "Memory errors since the driver was loaded: corrected or uncorrected.",
+    ),
+    _counter(
+        "tailrace_gpu_xid_errors_total",
+        (*_GPU, "xid"),
+        "Critical errors that the driver reported while the replica ran, by NVIDIA's XID number.",
+    ),
+    _gauge(
+        "tailrace_gpu_pcie_bytes_per_second",
+        (*_GPU, "direction"),
+        "PCIe traffic over the 20 ms in which it was sampled: sent or received by the device.",
+        "bytes_per_second",
+    ),
+    _counter(
+        "tailrace_gpu_nvlink_bytes_total",
+        (*_GPU, "direction"),
+        "Payload on all NVLinks of the device: sent or received.",
+        "bytes",
     ),
 )
 
