@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from deployments.gpu.watch import GpuWatch
 from deployments.lifecycle.streams import Counters
 from deployments.link.link import Link
 from deployments.link.messages import Kind
@@ -32,6 +33,7 @@ class ReplicaMetrics:
         self._model = model
         self._role = role
         self._replica_id = replica_id
+        self._gpus = GpuWatch(registry, model, role)
         engine = {"model_name": model}
         self._step_tokens = registry.histogram("vllm:iteration_tokens_total", **engine)
         self._step_seconds = registry.histogram(
@@ -155,11 +157,13 @@ class ReplicaMetrics:
         """For ever: sample, send a snapshot to every link, now and then tell Ray's agent."""
         exporter = self._exporter()
         rounds = 0
+        self._gpus.start()
         while True:
             await asyncio.sleep(SNAPSHOT_EVERY_S)
             rounds += 1
             try:
                 sample()
+                self._gpus.report()
                 message = [Kind.SNAPSHOT, self._replica_id, self._role, self.registry.snapshot()]
                 for link in list(links()):
                     link.send(message)
