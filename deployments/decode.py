@@ -202,8 +202,8 @@ class DecodeService:
     def first_token(self, seconds: float) -> None:
         self.metrics.first_token(seconds)
 
-    def gaps(self, seconds: Sequence[float]) -> None:
-        self.metrics.gaps(seconds)
+    def gaps(self, counted: Sequence[tuple[float, int]]) -> None:
+        self.metrics.gaps(counted)
 
     def ended(
         self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
@@ -326,6 +326,7 @@ class Decode:
         async def queue_address() -> str:
             return await create_or_find_queue(
                 app,
+                model=parsed.name,
                 host=link.host,
                 advertise_host=advertised(parsed),
                 ports=link.ports,

@@ -75,9 +75,9 @@ class Histogram:
 
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def observe_many(self, values: Iterable[float]) -> None:
         counts, bounds, total = self.counts, self.bounds, 0.0
@@ -91,6 +91,32 @@ class Histogram:
         return sum(self.counts)
 
 
+class CappedLabel:
+    """Values of a label that clients or operators choose, kept from making series without end.
+
+    The first `limit` values keep their names, all later ones are `other`. What got a name keeps it
+    while the process lives: a series that changed hands would count two things.
+    """
+
+    OTHER = "other"
+
+    def __init__(self, limit: int = 1000) -> None:
+        """Raises ValueError for a limit below 0."""
+        if limit < 0:
+            raise ValueError(f"label limit {limit}: must be 0 or more")
+        self._limit = limit
+        self._named: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        """The label value for `value`."""
+        if value in self._named:
+            return value
+        if len(self._named) >= self._limit:
+            return self.OTHER
+        self._named.add(value)
+        return value
+
+
 Series = Counter | Gauge | Histogram
 _S = TypeVar("_S", Counter, Gauge, Histogram)
 
@@ -101,8 +127,13 @@ _Value = float | list[float]
 class Registry:
     """The series of one process, and those of the replicas it shows."""
 
-    def __init__(self, catalogue: Mapping[str, Metric] = CATALOGUE) -> None:
+    def __init__(
+        self, catalogue: Mapping[str, Metric] = CATALOGUE, *, replica: str | None = None
+    ) -> None:
+        """`replica`, this process's own id, is put on its own series when they are rendered. Behind
+        a balancer scrapes reach now one gateway and now another, which must not look like one."""
         self.catalogue = catalogue
+        self._replica = replica
         self._own: dict[str, dict[Labels, Series]] = {}
         self._merged: dict[str, dict[str, list[tuple[Labels, _Value]]]] = {}
         self._bounds = {
@@ -200,10 +231,12 @@ class Registry:
         """Everything in the Prometheus text format 0.0.4, to be sent as `CONTENT_TYPE`."""
         lines: list[str] = []
         merged = list(self._merged.items())
+        mine = () if self._replica is None else (self._replica,)
         for metric in self.catalogue.values():
             name = metric.name
+            own = (*metric.labels, "replica") if mine else metric.labels
             rows = [
-                (_label_text(metric.labels, values), _value(series))
+                (_label_text(own, (*values, *mine)), _value(series))
                 for values, series in list(self._own.get(name, {}).items())
             ]
             for replica, shown in merged:
@@ -367,7 +400,7 @@ class RayExporter:
     def _metric(self, make: Any, metric: Metric, name: str, labels: Labels) -> _RayMetric:
         found = self._metrics.get(name)
         if found is None:
-            keys = (*self._tags, *labels)
+            keys = tuple(dict.fromkeys((*self._tags, *labels)))
             found = make(name.replace(":", "_"), description=metric.help, tag_keys=keys)
             self._metrics[name] = found
         return cast("_RayMetric", found)

@@ -111,6 +111,8 @@ class PrefillService:
             self.exports.fail_all(f"the engine failed: {failure}")
         engine = self.host.engine
         self.metrics.sample_engine(engine.stats(), engine.config.block_tokens)
+        exports = self.exports
+        self.metrics.sample_exports(exports.num_sessions, exports.bytes_sent, exports.unacked_bytes)
 
     def _on_step(self, step: StepOutput) -> None:
         self.metrics.step(step)

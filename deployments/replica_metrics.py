@@ -11,6 +11,7 @@ from deployments.lifecycle.streams import Counters
 from deployments.link.link import Link
 from deployments.link.messages import Kind
 from deployments.metrics import Counter, RayExporter, Registry
+from deployments.process_figures import ProcessFigures
 from engine.outputs import EngineStats, StepOutput
 from engine.request import FinishReason
 from engine.transfer.manifest import Prefilled
@@ -44,6 +45,21 @@ class ReplicaMetrics:
         self._tpot = registry.histogram("vllm:request_time_per_output_token_seconds", **engine)
         self._e2e = registry.histogram("vllm:e2e_request_latency_seconds", **engine)
         self._decode = registry.histogram("vllm:request_decode_time_seconds", **engine)
+        self._process = ProcessFigures(registry, role)
+        if role == "decode":
+            self._begin_decode_at_zero()
+
+    def _begin_decode_at_zero(self) -> None:
+        """A counter that first appears at 1 hides its first event from `rate`."""
+        registry, model = self.registry, self._model
+        for action in ("other_replica", "local", "refused"):
+            registry.counter("tailrace_prefill_fallbacks_total", model=model, action=action)
+        for stage in ("connect", "offer", "chunk", "checksum", "final", "link", "stall"):
+            registry.counter(
+                "tailrace_kv_transfer_failures_total", model=model, stage=stage, reason=stage
+            )
+        registry.counter("tailrace_admission_rejections_total", model=model, reason="full")
+        registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=_CONNECTOR)
 
     def step(self, step: StepOutput) -> None:
         if step.num_tokens:
@@ -53,8 +69,9 @@ class ReplicaMetrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
-    def gaps(self, seconds: Sequence[float]) -> None:
-        self._itl.observe_many(seconds)
+    def gaps(self, counted: Sequence[tuple[float, int]]) -> None:
+        for seconds, times in counted:
+            self._itl.observe(seconds, times)
 
     def ended(
         self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
@@ -72,6 +89,9 @@ class ReplicaMetrics:
         self.registry.histogram(
             "tailrace_kv_transfer_seconds", model=self._model, connector=_CONNECTOR
         ).observe(seconds)
+        self.registry.histogram(
+            "tailrace_kv_transfer_exposed_seconds", model=self._model, connector=_CONNECTOR
+        ).observe(prefilled.exposed_s)
         self.registry.counter(
             "tailrace_kv_transfer_bytes_total", model=self._model, connector=_CONNECTOR
         ).inc(prefilled.num_bytes)
@@ -96,9 +116,9 @@ class ReplicaMetrics:
             ("vllm:prefix_cache_hits_total", stats.prefix_hit_tokens),
             ("vllm:num_preemptions_total", stats.num_preemptions),
         ):
-            _raise_to(registry.counter(name, **engine), total)
+            raise_to(registry.counter(name, **engine), total)
         registry.gauge("tailrace_kv_leases_active", model=self._model).set(stats.num_leases)
-        _raise_to(
+        raise_to(
             registry.counter("tailrace_kv_leases_expired_total", model=self._model),
             stats.num_leases_expired,
         )
@@ -111,18 +131,18 @@ class ReplicaMetrics:
         """Bring totals of a decode replica up to date."""
         registry, model = self.registry, self._model
         engine = {"model_name": model}
-        _raise_to(registry.counter("vllm:generation_tokens_total", **engine), counters.tokens_out)
-        _raise_to(
+        raise_to(registry.counter("vllm:generation_tokens_total", **engine), counters.tokens_out)
+        raise_to(
             registry.counter("vllm:prompt_tokens_total", **engine),
             sum(counters.prompt_tokens.values()),
         )
         for source, total in counters.prompt_tokens.items():
-            _raise_to(
+            raise_to(
                 registry.counter("vllm:prompt_tokens_by_source_total", source=source, **engine),
                 total,
             )
         for (decision, reason), total in counters.decisions.items():
-            _raise_to(
+            raise_to(
                 registry.counter(
                     "tailrace_pd_decisions_total",
                     model=model,
@@ -132,30 +152,37 @@ class ReplicaMetrics:
                 total,
             )
         for stage, total in counters.pull_failures.items():
-            _raise_to(
+            raise_to(
                 registry.counter(
                     "tailrace_kv_transfer_failures_total", model=model, stage=stage, reason=stage
                 ),
                 total,
             )
         for action, total in counters.fallbacks.items():
-            _raise_to(
+            raise_to(
                 registry.counter("tailrace_prefill_fallbacks_total", model=model, action=action),
                 total,
             )
         for code, total in counters.refused.items():
-            _raise_to(
+            raise_to(
                 registry.counter("tailrace_admission_rejections_total", model=model, reason=code),
                 total,
             )
-        _raise_to(
+        raise_to(
             registry.counter("tailrace_kv_checksum_mismatches_total", model=model),
             checksum_mismatches,
         )
 
+    def sample_exports(self, sessions: int, sent_bytes: int, unacked_bytes: int) -> None:
+        """Bring totals of a prefill replica up to date."""
+        registry, model = self.registry, self._model
+        registry.gauge("tailrace_prefill_sessions", model=model).set(sessions)
+        registry.gauge("tailrace_kv_unacked_bytes", model=model).set(unacked_bytes)
+        raise_to(registry.counter("tailrace_kv_sent_bytes_total", model=model), sent_bytes)
+
     async def run(self, sample: Callable[[], None], links: Callable[[], Iterable[Link]]) -> None:
         """For ever: sample, send a snapshot to every link, now and then tell Ray's agent."""
-        exporter = self._exporter()
+        to_ray = exporter(self.registry, self._replica_id, self._role)
         rounds = 0
         self._gpus.start()
         while True:
@@ -164,23 +191,27 @@ class ReplicaMetrics:
             try:
                 sample()
                 self._gpus.report()
+                self._process.sample()
                 message = [Kind.SNAPSHOT, self._replica_id, self._role, self.registry.snapshot()]
                 for link in list(links()):
                     link.send(message)
-                if exporter is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
-                    exporter.export()
+                if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
+                    to_ray.export()
             except Exception:
                 # Metrics must never take a replica down, and must not go silent for ever either.
                 logger.exception("metrics of %s could not be reported", self._replica_id)
 
-    def _exporter(self) -> RayExporter | None:
-        import ray
 
-        if not ray.is_initialized():  # services of the tests, which run without Ray
-            return None
-        return RayExporter(self.registry, {"replica": self._replica_id, "role": self._role})
+def exporter(registry: Registry, replica: str, role: str) -> RayExporter | None:
+    """Towards Ray's agent; None in the services of the tests, which run without Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    return RayExporter(registry, {"replica": replica, "role": role})
 
 
-def _raise_to(counter: Counter, total: float) -> None:
+def raise_to(counter: Counter, total: float) -> None:
+    """Let a counter follow a total that is kept elsewhere."""
     if total > counter.value:
         counter.inc(total - counter.value)

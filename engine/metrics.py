@@ -5,7 +5,7 @@ invents a name. Engine series keep vLLM's names, which gateways and dashboards e
 all else is `tailrace_`, in base units, with `_total` on counters.
 
 Labels are closed sets (model, tier, role, phase, outcome, reason), never ids of requests or keys.
-`replica` is added by the process that shows other replicas' series, so nothing here uses it.
+`replica` is added where series leave their process, and names that process; nothing here uses it.
 
 What the clocks mean:
 
@@ -15,6 +15,15 @@ What the clocks mean:
 - An inter-token latency is one gap between two tokens; time per output token is a request's mean.
 - The phases of `tailrace_request_phase_seconds` follow each other without gap or overlap: they add
   up to the request's duration.
+
+What a service level is judged on, one verdict a request and kind of target:
+
+- `ttft` is the time to first token above, `queue` the wait for admission, `e2e` arrival to last
+  byte, `itl` the request's mean gap between tokens (its time per output token).
+- A request that the service failed (5xx, 429, a deadline) missed each target it had not met by
+  then.
+- A client that leaves takes its verdict on what was not measured along, unless the target had
+  passed already. Requests refused for a fault of their own (other 4xx) are not judged at all.
 """
 
 from __future__ import annotations
@@ -99,6 +108,12 @@ PHASES = (
 )
 """Values of the label `phase`, in the order a request passes them."""
 
+SLO_KINDS = ("queue", "ttft", "itl", "e2e")
+"""Values of the label `slo`."""
+
+ROLES = ("gateway", "queue", "decode", "prefill")
+"""Values of the label `role`: what a process is."""
+
 
 def _counter(name: str, labels: tuple[str, ...], help: str, unit: Unit = "") -> Metric:
     return Metric(name=name, kind="counter", unit=unit, labels=labels, help=help)
@@ -127,10 +142,23 @@ def _tokens(
 _ENGINE = ("model_name",)
 _MODEL = ("model",)
 _TIER = ("model", "tier")
+_ROLE = ("role",)
 _GPU = ("model", "role", "gpu", "uuid")
 """One device and the replica that owns it. `gpu` is the driver's index; a MIG instance is `0:1`."""
 
 _DECLARED = (
+    # Every process of ours.
+    _gauge("tailrace_build_info", ("role", "version"), "Always 1. The version that runs."),
+    _gauge(
+        "tailrace_process_start_time_seconds",
+        _ROLE,
+        "When the process started, in seconds since 1970: a change is a restart.",
+        "seconds",
+    ),
+    _counter(
+        "tailrace_process_cpu_seconds_total", _ROLE, "Processor time, user and system.", "seconds"
+    ),
+    _gauge("tailrace_process_resident_memory_bytes", _ROLE, "Memory the process holds.", "bytes"),
     # The engine, under vLLM's names and label.
     _gauge("vllm:num_requests_running", _ENGINE, "Requests in the running batch."),
     _gauge("vllm:num_requests_waiting", _ENGINE, "Requests the engine holds that do not run yet."),
@@ -214,6 +242,11 @@ _DECLARED = (
     ),
     # Requests as the client sees them, measured at the gateway.
     _counter(
+        "tailrace_requests_offered_total",
+        _TIER,
+        "Requests that arrived, whatever became of them. Model `unknown`: not read or not served.",
+    ),
+    _counter(
         "tailrace_requests_total",
         ("model", "tier", "code"),
         "Requests answered, by HTTP status. 499: the client went away first.",
@@ -246,6 +279,51 @@ _DECLARED = (
     ),
     _gauge("tailrace_requests_inflight", _MODEL, "Requests between arrival and last byte."),
     _counter(
+        "tailrace_input_tokens_total",
+        _TIER,
+        "Prompt tokens of requests taken on, however they ended.",
+        "tokens",
+    ),
+    _counter(
+        "tailrace_output_tokens_total",
+        _TIER,
+        "Tokens given to clients, also of answers that were cut short.",
+        "tokens",
+    ),
+    _counter(
+        "tailrace_request_finishes_total",
+        ("model", "tier", "reason"),
+        "Choices that ended, by finish reason: stop, length, cancelled or error.",
+    ),
+    _counter(
+        "tailrace_slo_requests_total",
+        ("model", "tier", "slo", "met"),
+        "Verdicts on requests, by target (queue, ttft, itl, e2e) and whether it was met.",
+    ),
+    _gauge(
+        "tailrace_slo_target_seconds",
+        ("tier", "slo"),
+        "The target in force, by tier and kind.",
+        "seconds",
+    ),
+    _gauge(
+        "tailrace_slo_objective_ratio",
+        ("tier",),
+        "Share of requests that must meet a target; what is left is the error budget.",
+        "ratio",
+    ),
+    _counter(
+        "tailrace_goodput_requests_total",
+        _TIER,
+        "Requests answered whole and inside every target of their tier.",
+    ),
+    _counter(
+        "tailrace_goodput_tokens_total",
+        _TIER,
+        "Output tokens of requests answered whole and inside every target of their tier.",
+        "tokens",
+    ),
+    _counter(
         "tailrace_client_disconnects_total",
         ("model", "phase"),
         "Clients that went away before their answer was complete, by the phase they left in.",
@@ -255,11 +333,74 @@ _DECLARED = (
         ("model", "tier", "phase"),
         "Time a request spent in one phase: " + ", ".join(PHASES) + ".",
     ),
+    # The gateway's view of the cluster.
+    _gauge(
+        "tailrace_config_revision",
+        (),
+        "`revision` of the gateway's configuration in force.",
+    ),
+    _gauge(
+        "tailrace_replicas_up",
+        ("model", "role"),
+        "Replicas whose figures reached this gateway within the last three seconds.",
+    ),
+    _gauge(
+        "tailrace_stale_endpoints",
+        ("model", "role"),
+        "Replicas that count as running and whose figures are older than three seconds.",
+    ),
+    _gauge(
+        "tailrace_snapshot_age_seconds",
+        ("model", "role"),
+        "Age of the oldest figures shown.",
+        "seconds",
+    ),
+    _gauge(
+        "tailrace_queue_connected",
+        _MODEL,
+        "1 while this gateway has its link to the admission queue.",
+    ),
+    _counter(
+        "tailrace_route_decisions_total",
+        ("model", "policy"),
+        "Decode replicas chosen, by who chose: queue, or own while the queue is away.",
+    ),
+    _counter(
+        "tailrace_resubmissions_total",
+        ("model", "reason"),
+        "Choices placed again: their replica was full or lost.",
+    ),
     # Admission.
+    _gauge("tailrace_queue_size", _MODEL, "Requests that wait for a slot."),
+    _gauge(
+        "tailrace_queue_tokens",
+        _MODEL,
+        "Prompt tokens and output limits of the requests that wait.",
+        "tokens",
+    ),
+    _gauge(
+        "tailrace_queue_oldest_age_seconds",
+        _MODEL,
+        "How long the request that waits longest has waited; 0 when none does.",
+        "seconds",
+    ),
+    _gauge("tailrace_queue_slots", _MODEL, "Choices that the decode replicas run at once."),
+    _gauge("tailrace_queue_free_slots", _MODEL, "Slots neither taken nor promised."),
+    _counter("tailrace_queue_grants_total", _MODEL, "Requests that got a slot."),
+    _counter(
+        "tailrace_queue_refusals_total",
+        ("model", "reason"),
+        "Requests that the queue refused, by error code.",
+    ),
+    _seconds(
+        "tailrace_queue_duration_seconds",
+        ("model", "tier", "outcome"),
+        "From asking for a slot to the answer: granted, cancelled or the error code.",
+    ),
     _counter(
         "tailrace_admission_rejections_total",
         ("model", "reason"),
-        "Requests refused before any work was done for them.",
+        "Submits that a decode replica refused before any work was done for them.",
     ),
     # Prefill and decode on separate replicas.
     _counter(
@@ -273,12 +414,26 @@ _DECLARED = (
         "From the first KV chunk asked for to the commit of the last one.",
         TRANSFER_BUCKETS,
     ),
+    _seconds(
+        "tailrace_kv_transfer_exposed_seconds",
+        ("model", "connector"),
+        "Part of a transfer that came after the prompt was computed: what the client waits for.",
+        TRANSFER_BUCKETS,
+    ),
     _counter(
         "tailrace_kv_transfer_bytes_total",
         ("model", "connector"),
         "KV bytes received from other replicas.",
         "bytes",
     ),
+    _counter("tailrace_kv_sent_bytes_total", _MODEL, "KV bytes sent by prefill replicas.", "bytes"),
+    _gauge(
+        "tailrace_kv_unacked_bytes",
+        _MODEL,
+        "KV bytes on their way whose arrival nobody confirmed yet.",
+        "bytes",
+    ),
+    _gauge("tailrace_prefill_sessions", _MODEL, "Prompts under way for other replicas."),
     _counter(
         "tailrace_kv_transfer_failures_total",
         ("model", "stage", "reason"),

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from deployments.admission.figures import QueueFigures
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
+from deployments.background import background
 from deployments.link.link import Link, LinkHandlers, LinkSettings
 from deployments.link.messages import Acquire, Kind, Report, refusal_to_wire
 from deployments.link.server import LinkServer
@@ -34,19 +36,21 @@ class QueueActor:
         app: str,
         secret: bytes | None = None,
         *,
+        model: str | None = None,
         host: str | None = None,
         advertise_host: str | None = None,
         ports: Sequence[int] | None = None,
         limits: QueueLimits | None = None,
         settings: LinkSettings | None = None,
     ) -> None:
-        """`host` None binds the address by which Ray knows this node. `secret` None reads the
-        cluster's: as an argument of an actor it would lie in Ray's control store."""
+        """`model` is the name that its figures carry, if not the application's. `host` None binds
+        the address by which Ray knows this node. `secret` None reads the cluster's: as an argument
+        of an actor it would lie in Ray's control store."""
         self._queue = AdmissionQueue(time.time_ns(), limits)
         self._server = LinkServer(
             read_link_secret() if secret is None else secret,
             "queue",
-            f"tailrace-queue:{app}",
+            queue_name(app),
             handlers=LinkHandlers(on_message=self._message, on_close=self._closed),
             host=host if host is not None else _node_address(),
             advertise_host=advertise_host,
@@ -58,14 +62,15 @@ class QueueActor:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._replica_of: dict[Link, str] = {}
-        self._granted = 0
-        self._refused: dict[str, int] = {}
+        self._figures = QueueFigures(self._queue, model or app, queue_name(app))
+        self._reporting: asyncio.Task[None] | None = None
 
     async def address(self) -> str:
         """`host:port` to dial. Binds on the first call; raises ConfigError when it cannot."""
         async with self._starting:
             if not self._started:
                 await self._server.start()
+                self._reporting = background(self._figures.run(self._gateways), "metrics")
                 self._started = True
         return self._server.address
 
@@ -75,11 +80,9 @@ class QueueActor:
             "epoch": self._queue.epoch,
             "waiting": self._queue.num_waiting,
             "free_slots": self._queue.free_slots,
-            "granted": self._granted,
-            "refused": dict(self._refused),
-            "gateways": sorted(
-                link.peer_id for link in self._server.links.values() if link.peer_role == "gateway"
-            ),
+            "granted": self._figures.granted,
+            "refused": dict(self._figures.refused),
+            "gateways": sorted(link.peer_id for link in self._gateways()),
         }
 
     async def close(self) -> None:
@@ -87,7 +90,12 @@ class QueueActor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._reporting is not None:
+            self._reporting.cancel()
         await self._server.close("the queue is closing")
+
+    def _gateways(self) -> list[Link]:
+        return [link for link in self._server.links.values() if link.peer_role == "gateway"]
 
     # Handlers
 
@@ -122,7 +130,7 @@ class QueueActor:
             # A gateway that is gone needs no answer: its `_closed` voids what it was granted.
             link = self._server.links.get(action.gateway_id)
             if isinstance(action, Granted):
-                self._granted += 1
+                self._figures.granted += 1
                 answer = [Kind.GRANT, action.ticket, action.grant.to_wire()]
             else:
                 self._count_refusal(action)
@@ -133,7 +141,8 @@ class QueueActor:
 
     def _count_refusal(self, refused: Refused) -> None:
         code: str = getattr(refused.error, "code", "internal_error")
-        self._refused[code] = self._refused.get(code, 0) + 1
+        totals = self._figures.refused
+        totals[code] = totals.get(code, 0) + 1
 
     def _arm(self) -> None:
         """One timer, for the next moment at which anything can expire."""
@@ -172,6 +181,7 @@ def queue_name(app: str) -> str:
 def ensure_queue(
     app: str,
     *,
+    model: str | None = None,
     host: str | None = None,
     advertise_host: str | None = None,
     ports: Sequence[int] | None = None,
@@ -197,6 +207,7 @@ def ensure_queue(
     )
     return actor.remote(
         app,
+        model=model,
         host=host,
         advertise_host=advertise_host,
         ports=ports,

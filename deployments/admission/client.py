@@ -35,7 +35,10 @@ class QueueClient:
         *,
         settings: LinkSettings | None = None,
         backoff: Backoff | None = None,
+        on_snapshot: Callable[[str, str, list[Any]], None] | None = None,
     ) -> None:
+        """`on_snapshot` gets the queue's figures every second: its id, its role, its series."""
+        self._on_snapshot = on_snapshot
         self._kept = KeptLink(
             find_address,
             secret,
@@ -138,6 +141,9 @@ class QueueClient:
             answer = self._waiting.pop(message[1], None)
             if answer is not None and not answer.done():
                 answer.set_exception(refusal_from_wire(message))
+        elif kind == Kind.SNAPSHOT:
+            if self._on_snapshot is not None:
+                self._on_snapshot(message[1], message[2], message[3])
         else:
             raise ValueError(f"the queue must not send {Kind(kind).name}")
 

@@ -240,6 +240,20 @@ class AdmissionQueue:
         """Slots left for each replica that takes work. Negative where two queues over-granted."""
         return {key: r.free for key, r in self._replicas.items() if r.usable}
 
+    @property
+    def num_slots(self) -> int:
+        """Choices that all replicas that take work run at once."""
+        return sum(r.report.slots for r in self._replicas.values() if r.usable)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """What those who wait may cost together."""
+        return sum(waiter.acquire.cost_tokens for waiter in self._waiters.values())
+
+    def oldest_age_s(self, now: float) -> float:
+        """How long the longest has waited; 0 when nobody does."""
+        return now - self._longest_waiting().since if self._waiters else 0.0
+
     def next_alarm(self) -> float | None:
         """When `tick` is needed next, or None."""
         heap = self._alarms.heap

@@ -5,7 +5,7 @@ Deadlines are remaining milliseconds, never timestamps: two hosts do not share a
 
 ```
 gateway → decode   SUBMIT CANCEL CREDIT DRAIN    decode → gateway   STEP REFUSE SNAPSHOT
-gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE
+gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE SNAPSHOT
 decode  → queue    REPORT
 decode  → prefill  PREFILL ACK RENEW DONE        prefill → decode   MANIFEST CHUNK FINAL FAIL
                                                                     SNAPSHOT

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import CONTENT_TYPE, RayExporter, Registry
+from deployments.metrics import CONTENT_TYPE, CappedLabel, RayExporter, Registry
 from engine.metrics import CATALOGUE, Metric
 
 SMALL = {
@@ -189,6 +189,36 @@ def filled(hits: int) -> Registry:
     registry.gauge("up").set(1)
     registry.histogram("wait_seconds", tier="t").observe_many([0.5] * hits)
     return registry
+
+
+def test_the_first_values_of_a_capped_label_keep_their_names_and_the_rest_share_one():
+    tenant = CappedLabel(2)
+    named = [tenant(value) for value in ("a", "b", "c", "a", "d", "b")]
+    assert named == ["a", "b", "other", "a", "other", "b"]
+
+
+def test_a_capped_label_of_none_names_nobody():
+    assert CappedLabel(0)("a") == "other"
+    with pytest.raises(ValueError, match="label limit -1"):
+        CappedLabel(-1)
+
+
+def test_own_series_carry_the_process_id_beside_those_of_others():
+    registry = Registry(SMALL, replica="g1")
+    registry.counter("hits_total", path="/").inc()
+    registry.gauge("up").set(1)
+    registry.histogram("x:bare_seconds").observe(2.0)
+    registry.merge("d1", [["up", [], 0]])
+    assert samples(registry) == {
+        ("hits_total", (("path", "/"), ("replica", "g1"))): 1,
+        ("up", (("replica", "g1"),)): 1,
+        ("up", (("replica", "d1"),)): 0,
+        ("x:bare_seconds_bucket", (("le", "1.0"), ("replica", "g1"))): 0,
+        ("x:bare_seconds_bucket", (("le", "+Inf"), ("replica", "g1"))): 1,
+        ("x:bare_seconds_sum", (("replica", "g1"),)): 2,
+        ("x:bare_seconds_count", (("replica", "g1"),)): 1,
+    }
+    assert registry.snapshot()[0] == ["hits_total", ["/"], 1.0]
 
 
 def test_a_snapshot_survives_msgpack_and_shows_under_its_replica():

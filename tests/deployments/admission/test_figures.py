@@ -1,0 +1,71 @@
+"""What the queue says of itself, and that gateways hear it over their link."""
+
+import asyncio
+
+from deployments.admission.actor import QueueActor
+from deployments.admission.client import QueueClient
+from deployments.admission.figures import QueueFigures
+from deployments.admission.queue import AdmissionQueue
+from deployments.link.messages import Acquire, Report
+
+SECRET = b"a secret of the tests, long enough to be one"
+
+
+def values(figures: QueueFigures) -> dict[str, float]:
+    """Queue series by name, without those of the process."""
+    return {
+        name.removeprefix("tailrace_queue_") + "".join(labels[1:]): value
+        for name, labels, value in figures.registry.snapshot()
+        if name.startswith("tailrace_queue_")
+    }
+
+
+def acquire(ticket: int, tokens: int) -> Acquire:
+    return Acquire(ticket=ticket, cost_tokens=tokens, prompt_tokens=1)
+
+
+def test_levels_are_those_of_the_queue_at_the_moment_asked():
+    queue = AdmissionQueue(1)
+    figures = QueueFigures(queue, "m", "q")
+    queue.replica_reported(
+        Report(replica_id="d", slots=2, capacity_tokens=100, grants=(), ungranted=1), 10.0
+    )
+    for ticket, tokens in ((1, 5), (2, 7), (3, 11)):
+        queue.acquire("g", acquire(ticket, tokens), 10.0 + ticket / 8)
+    figures.granted = 1
+    figures.refused["queue_full"] = 2
+    figures.sample(11.25)
+    assert values(figures) == {
+        "size": 2,
+        "tokens": 18,
+        "oldest_age_seconds": 1.0,
+        "slots": 2,
+        "free_slots": 0,
+        "grants_total": 1,
+        "refusals_totalqueue_full": 2,
+        "refusals_totalqueue_timeout": 0,
+        "refusals_totalno_replicas": 0,
+    }
+
+
+def test_an_empty_queue_has_no_age():
+    queue = AdmissionQueue(1)
+    figures = QueueFigures(queue, "m", "q")
+    figures.sample(1e6)
+    assert values(figures)["oldest_age_seconds"] == 0
+
+
+async def test_a_gateway_gets_the_figures_over_its_link():
+    actor = QueueActor("app", SECRET, model="m", host="127.0.0.1")
+    told: asyncio.Queue[tuple[str, str, list]] = asyncio.Queue()
+    client = QueueClient(
+        actor.address, SECRET, "g", on_snapshot=lambda *said: told.put_nowait(said)
+    )
+    client.start()
+    try:
+        replica, role, series = await asyncio.wait_for(told.get(), 10)
+    finally:
+        await client.close()
+        await actor.close()
+    assert (replica, role) == ("tailrace-queue:app", "queue")
+    assert ["tailrace_queue_size", ["m"], 0.0] in series
