@@ -267,13 +267,16 @@ class Engine:
         stream = self._texts.get(request_id)
         if stream is None:
             return None
-        text, stopped = stream.push((entry.token.token_id,), finished=finish is not None)
-        if stopped and finish is None:
-            self._scheduler.finish(request_id, FinishReason.STOP)
-        if stopped:
-            finish = FinishReason.STOP
-        if finish is not None:
-            del self._texts[request_id]
+        token_id = entry.token.token_id
+        text = stream.quick(token_id) if finish is None else None
+        if text is None:
+            text, stopped = stream.push((token_id,), finished=finish is not None)
+            if stopped and finish is None:
+                self._scheduler.finish(request_id, FinishReason.STOP)
+            if stopped:
+                finish = FinishReason.STOP
+            if finish is not None:
+                del self._texts[request_id]
         return Output(request_id, entry.token, text, finish, entry.num_cached_tokens)
 
     def _drop_faulty(self, plan: StepPlan, error: UnusableLogits) -> StepOutput:

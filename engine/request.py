@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from engine.errors import RequestError
@@ -107,19 +108,26 @@ class SamplingParams:
             raise RequestError(f"seed={self.seed}: must fit in 64 bits", param="seed")
 
     def to_wire(self) -> list[Any]:
-        return [getattr(self, f.name) for f in fields(self)]
+        return [getattr(self, name) for name in _names()]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> SamplingParams:
         """Inverse of `to_wire`. Raises RequestError on a value out of range."""
-        values = {f.name: value for f, value in zip(fields(cls), wire, strict=True)}
-        values["logit_bias"] = tuple((int(t), float(b)) for t, b in values["logit_bias"])
+        values: dict[str, Any] = dict(zip(_names(), wire, strict=True))
+        values["logit_bias"] = tuple([(int(t), float(b)) for t, b in values["logit_bias"]])
         values["stop"] = tuple(values["stop"])
         values["stop_token_ids"] = tuple(values["stop_token_ids"])
         return cls(**values)
 
     def for_choice(self, choice: int) -> SamplingParams:
-        return replace(self, seed=derive_seed(self.seed, choice))
+        seed = derive_seed(self.seed, choice)
+        return self if seed == self.seed else replace(self, seed=seed)
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    """Fields of `SamplingParams` in the order they have on the wire."""
+    return tuple(field.name for field in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

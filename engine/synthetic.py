@@ -18,7 +18,7 @@ from engine.scheduling.scheduler import Reservation
 from engine.text.output import TextStream
 from engine.text.tokenizer import Tokenizer
 
-_LETTERS = b"the quick brown fox jumps over the lazy dog "
+_TOKENS = tuple(SampledToken(byte) for byte in b"the quick brown fox jumps over the lazy dog ")
 
 
 @dataclass(slots=True)
@@ -87,22 +87,25 @@ class SyntheticEngine:
             self._next_tick = now  # idle before: ticks missed then are not caught up
         self._next_tick += self.tick_s
         time.sleep(max(0.0, self._next_tick - now))
-        out = StepOutput()
+        outputs: list[Output] = []
+        ended: list[RequestId] = []
         with self._lock:
-            for request_id, running in list(self._running.items()):
+            for request_id, running in self._running.items():
                 if running.paused:
                     continue
-                token_id = _LETTERS[running.done % len(_LETTERS)]
+                token = _TOKENS[running.done % len(_TOKENS)]
                 running.done += 1
                 finish = FinishReason.LENGTH if running.done >= running.max_tokens else None
-                text, stopped = running.text.push((token_id,), finish is not None)
-                finish = FinishReason.STOP if stopped else finish
-                if finish is not None:
-                    del self._running[request_id]
-                out.outputs.append(Output(request_id, SampledToken(token_id), text, finish, 0))
-        out.num_tokens = len(out.outputs)
-        out.duration_s = self.tick_s
-        return out
+                text = None if finish else running.text.quick(token.token_id)
+                if text is None:
+                    text, stopped = running.text.push((token.token_id,), finish is not None)
+                    finish = FinishReason.STOP if stopped else finish
+                    if finish is not None:
+                        ended.append(request_id)
+                outputs.append(Output(request_id, token, text, finish, 0))
+            for request_id in ended:
+                del self._running[request_id]
+        return StepOutput(outputs, num_tokens=len(outputs), duration_s=self.tick_s)
 
     def wait(self, timeout_s: float) -> bool:
         return self._work.wait(timeout_s)

@@ -86,7 +86,10 @@ class StreamObserver(Protocol):
     """Who is told how long things took. All times in seconds."""
 
     def first_token(self, seconds: float) -> None: ...
-    def gaps(self, seconds: Sequence[float]) -> None: ...
+    def gaps(self, counted: Sequence[tuple[float, int]]) -> None:
+        """Gaps between two tokens of a choice in one step, each with how often it came."""
+        ...
+
     def ended(
         self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
     ) -> None: ...
@@ -111,9 +114,10 @@ class Counters:
     """By source: local_compute, local_cache_hit, external_kv_transfer."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
     link: Link
+    stream_id: int
     submit: Submit
     machine: Lifecycle
     deadline: float | None
@@ -125,20 +129,43 @@ class _Stream:
     pull: asyncio.Task[None] | None = None
     blocks: tuple[int, ...] = ()
     first_token: int = 0
+    window_tokens: int = 0
     ahead: int = 0
     """Tokens sent that the gateway has not consumed yet."""
 
     paused: bool = False
-    last_at: dict[int, tuple[float, float, int]] = field(
-        default_factory=dict[int, tuple[float, float, int]]
-    )
-    """By choice: when its first and its latest token came, and how many there are."""
+    choices: dict[int, _Choice] = field(default_factory=lambda: dict[int, _Choice]())
+    """Those the engine has now."""
 
-    unlogged: dict[int, int] = field(default_factory=dict[int, int])
-    """Tokens by choice since the machine was last told."""
+    log: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
 
-    engine_ids: dict[int, str] = field(default_factory=dict[int, str])
-    log: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """A choice that the engine has: one of its requests."""
+
+    stream: _Stream
+    index: int
+    engine_id: str
+    plain: bool = False
+    """Its next token is text and nothing else: the first one has been told, and nobody asked for
+    log-probabilities."""
+
+    num_tokens: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    unlogged: int = 0
+    """Tokens since the machine was last told."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """What is remembered of a submit."""
+
+    request_id: str
+    decision: str
+    reason: str
+    events: list[tuple[float, Event]]
 
 
 class StreamTable:
@@ -164,18 +191,28 @@ class StreamTable:
         self.slots = slots
         self.remote = remote
         self.counters = Counters()
-        self.log: deque[dict[str, Any]] = deque(maxlen=log_size)
-        """Ended submits, newest last: id, decision and every event with its time."""
-
         self._engine = engine
         self._changed = changed
         self._observer = observer
-        self._gaps: list[float] = []
+        self._ended: deque[_Ended] = deque(maxlen=log_size)
         self._streams: dict[tuple[Link, int], _Stream] = {}
-        self._choices: dict[str, tuple[_Stream, int]] = {}
+        self._choices: dict[str, _Choice] = {}
         self._num_choices = 0
         self._serial = itertools.count(1)
         self._broken: EngineError | None = None
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """Ended submits, newest last: id, decision and every event with its time."""
+        return [
+            {
+                "request_id": ended.request_id,
+                "decision": ended.decision,
+                "reason": ended.reason,
+                "events": [{"t": at, **event_to_json(event)} for at, event in ended.events],
+            }
+            for ended in self._ended
+        ]
 
     @property
     def num_streams(self) -> int:
@@ -220,34 +257,50 @@ class StreamTable:
     def on_step(self, step: StepOutput) -> None:
         """Turn one engine step into one frame a gateway."""
         for reservation in step.reservations:
-            entry = self._choices.get(reservation.request_id)
-            if entry is not None:
-                stream, _ = entry
-                stream.blocks = reservation.blocks
-                self._run(stream, Reserved(reservation.num_cached_tokens))
+            choice = self._choices.get(reservation.request_id)
+            if choice is not None:
+                choice.stream.blocks = reservation.blocks
+                self._run(choice.stream, Reserved(reservation.num_cached_tokens))
+        now = time.monotonic()
+        choices, gaps = self._choices, dict[float, int]()
         frames: dict[Link, list[list[Any]]] = {}
+        link: Link | None = None
+        events: list[list[Any]] = []
         for output in step.outputs:
-            entry = self._choices.get(output.request_id)
-            if entry is None:
+            choice = choices.get(output.request_id)
+            if choice is None:
                 continue
-            stream, choice = entry
-            if output.token is None:
-                self._run(stream, Failed("the model gave no usable logits for this request"))
-                continue
-            try:
-                wire = self._output(stream, choice, output).to_wire()
-            except Exception:
-                # One stream's fault must not cost the others of this step their tokens.
-                logger.exception("output of %s could not be taken", output.request_id)
-                self._run(stream, Failed("an internal fault; send the request again"))
-                continue
-            frames.setdefault(stream.link, []).append(wire)
-        if self._gaps:
-            self._observer.gaps(self._gaps)
-            self._gaps = []
+            stream, token = choice.stream, output.token
+            if choice.plain and token is not None and output.finish is None:
+                # All but the first and the last token: this loop is most of what a token costs.
+                # The wire form is that of `StreamEvent`.
+                text, ids = output.text, (token.token_id,)
+                event = [stream.stream_id, choice.index, text, ids, None, None, None]
+                last = choice.last_at
+                choice.last_at = now
+                choice.unlogged += 1
+                gaps[last] = gaps.get(last, 0) + 1
+                stream.ahead += 1
+                if stream.ahead >= stream.window_tokens:
+                    self._pause(stream)
+            else:
+                try:
+                    event = self._take(choice, output, now, gaps)
+                except Exception:
+                    # One stream's fault must not cost the others of this step their tokens.
+                    logger.exception("output of %s could not be taken", output.request_id)
+                    self._run(stream, Failed("an internal fault; send the request again"))
+                    continue
+                if event is None:
+                    continue
+            if stream.link is not link:
+                link = stream.link
+                events = frames.setdefault(link, [])
+            events.append(event)
+        if gaps:
+            self._observer.gaps([(now - last, times) for last, times in gaps.items()])
         for link, events in frames.items():
-            self.counters.frames += 1
-            link.send([Kind.STEP, events])
+            self._send_step(link, events)
 
     def fail_all(self, error: EngineError) -> None:
         """The engine is broken: refuse everything now and from now on."""
@@ -289,11 +342,13 @@ class StreamTable:
         deadline = None if submit.remaining_ms is None else now + submit.remaining_ms / 1000
         stream = _Stream(
             link,
+            submit.stream_id,
             submit,
             Lifecycle(self.config),
             deadline,
             now,
             f"{link.peer_id}:{submit.stream_id}:{next(self._serial)}",
+            window_tokens=submit.window_tokens,
         )
         self._streams[key] = stream
         self._num_choices += submit.n
@@ -337,7 +392,7 @@ class StreamTable:
 
     def _run(self, stream: _Stream, event: Event) -> None:
         """Feed the machine, carry out what it says."""
-        stream.log.append({"t": time.monotonic(), **event_to_json(event)})
+        stream.log.append((time.monotonic(), event))
         for action in stream.machine.on(event):
             self._act(stream, action)
 
@@ -357,7 +412,7 @@ class StreamTable:
                 assert self.remote is not None
                 if stream.machine.decision == "fallback":
                     self._count_fallback("local")
-                self.remote.failed(stream.engine_ids[0])
+                self.remote.failed(stream.choices[0].engine_id)
             case StopPull():
                 if stream.pull is not None:
                     stream.pull.cancel()
@@ -368,9 +423,9 @@ class StreamTable:
                     self._count_fallback("refused")
                 error = TransferError(message, stage=stage)
                 if stage == "engine":
-                    stream.link.send(refusal_to_wire(stream.submit.stream_id, EngineError(message)))
+                    stream.link.send(refusal_to_wire(stream.stream_id, EngineError(message)))
                 else:
-                    stream.link.send(refusal_to_wire(stream.submit.stream_id, error))
+                    stream.link.send(refusal_to_wire(stream.stream_id, error))
             case End():
                 self._forget(stream)
                 self._changed()
@@ -379,25 +434,16 @@ class StreamTable:
         fallbacks = self.counters.fallbacks
         fallbacks[action] = fallbacks.get(action, 0) + 1
 
-    def _start(self, stream: _Stream, choice: int, remote: bool) -> None:
-        request = stream.submit.request
-        engine_id = f"{stream.key}/{choice}"
-        choice_request = Request(
-            request_id=engine_id,
-            prompt_ids=request.prompt_ids,
-            params=request.params.for_choice(choice),
-            output_ids=request.output_ids,
-            priority=request.priority,
-            salt=request.salt,
-        )
-        stream.engine_ids[choice] = engine_id
-        self._choices[engine_id] = (stream, choice)
+    def _start(self, stream: _Stream, index: int, remote: bool) -> None:
+        request = self._request_of(stream, index)
+        engine_id = request.request_id
+        stream.choices[index] = self._choices[engine_id] = _Choice(stream, index, engine_id)
         try:
-            reservation = self._engine.submit(choice_request, remote=remote)
+            reservation = self._engine.submit(request, remote=remote)
         except EngineError as error:
             del self._choices[engine_id]
-            del stream.engine_ids[choice]
-            if choice == 0:
+            del stream.choices[index]
+            if index == 0:
                 raise
             # Choice 0 was accepted, so this is a full waiting list, not a request at fault.
             self._run(stream, Failed(str(error)))
@@ -406,10 +452,23 @@ class StreamTable:
             stream.blocks = reservation.blocks
             self._run(stream, Reserved(reservation.num_cached_tokens))
 
+    @staticmethod
+    def _request_of(stream: _Stream, index: int) -> Request:
+        """What the engine gets for one choice."""
+        request = stream.submit.request
+        return Request(
+            request_id=f"{stream.key}/{index}",
+            prompt_ids=request.prompt_ids,
+            params=request.params.for_choice(index),
+            output_ids=request.output_ids,
+            priority=request.priority,
+            salt=request.salt,
+        )
+
     async def _pull(self, stream: _Stream, prefill: str, first_token: int) -> None:
         remote = self.remote
         assert remote is not None
-        request = self._engine_request(stream)
+        request = self._request_of(stream, 0)
         started = time.monotonic()
         try:
             prefilled = await remote.pull(prefill, request, stream.blocks, first_token)
@@ -429,90 +488,75 @@ class StreamTable:
         output = remote.arrived(request, prefilled)
         if output is None:
             return
-        entry = self._choices.get(output.request_id)
-        if entry is None:
-            return
-        event = self._output(stream, 0, output, prefilled)
-        self.counters.frames += 1
-        stream.link.send([Kind.STEP, [event.to_wire()]])
+        choice = self._choices.get(output.request_id)
+        if choice is not None:
+            event = self._take_token(choice, output, time.monotonic(), prefilled)
+            self._send_step(stream.link, [event])
 
-    def _engine_request(self, stream: _Stream) -> Request:
-        request = stream.submit.request
-        return Request(
-            request_id=stream.engine_ids[0],
-            prompt_ids=request.prompt_ids,
-            params=request.params.for_choice(0),
-            output_ids=request.output_ids,
-            priority=request.priority,
-            salt=request.salt,
-        )
+    def _take(
+        self, choice: _Choice, output: Output, now: float, gaps: dict[float, int]
+    ) -> list[Any] | None:
+        """Any output of a step. Returns the wire form of its event, None when there is none."""
+        if output.token is None:
+            failed = Failed("the model gave no usable logits for this request")
+            self._run(choice.stream, failed)
+            return None
+        if choice.num_tokens or choice.unlogged:
+            gaps[choice.last_at] = gaps.get(choice.last_at, 0) + 1
+        return self._take_token(choice, output, now)
 
-    def _output(
-        self, stream: _Stream, choice: int, output: Output, prefilled: Prefilled | None = None
-    ) -> StreamEvent:
-        token = output.token
+    def _take_token(
+        self, choice: _Choice, output: Output, now: float, prefilled: Prefilled | None = None
+    ) -> list[Any]:
+        stream, token, finish = choice.stream, output.token, output.finish
         assert token is not None
-        self.counters.tokens_out += 1
-        stream.ahead += 1
-        finish = output.finish
-        self._clock(stream, choice, finish)
-        unlogged = stream.unlogged.get(choice)
+        submit = stream.submit
+        logprobs = submit.request.params.logprobs is not None
+        is_first = choice.num_tokens == 0
+        choice.unlogged += 1
+        choice.last_at = now
+        if is_first:
+            choice.first_at = now
+            choice.plain = not logprobs
+            if choice.index == 0:
+                self._observer.first_token(now - stream.begun)
+        event: Event | None = None
         if prefilled is not None:
-            stream.unlogged[choice] = 0
-            usage = self._finish(
-                stream, choice, finish, KVArrived(prefilled.num_cached_tokens, finish)
-            )
-        elif unlogged is None or finish is not None:
+            event = KVArrived(prefilled.num_cached_tokens, finish)
+        elif is_first or finish is not None:
             # The machine hears of the first token and of the end; what lies between is a count.
-            stream.unlogged[choice] = 0
-            event = Stepped(choice, (unlogged or 0) + 1, finish, output.num_cached_tokens)
-            usage = self._finish(stream, choice, finish, event)
-        else:
-            stream.unlogged[choice] = unlogged + 1
-            usage = None
-        if not stream.paused and stream.ahead >= stream.submit.window_tokens:
-            stream.paused = True
-            for engine_id in stream.engine_ids.values():
-                self._engine.pause(engine_id)
-        logprobs = None
-        if stream.submit.request.params.logprobs is not None:
-            logprobs = [self._logprob(token)]
+            event = Stepped(choice.index, choice.unlogged, finish, output.num_cached_tokens)
+        if event is not None:
+            choice.num_tokens += choice.unlogged
+            choice.unlogged = 0
+        if finish is not None:
+            del stream.choices[choice.index]
+            del self._choices[choice.engine_id]
+            self._observer.ended(
+                finish, now - stream.begun, now - choice.first_at, choice.num_tokens
+            )
+        if event is not None:
+            self._run(stream, event)
+        stream.ahead += 1
+        if stream.ahead >= stream.window_tokens:
+            self._pause(stream)
         return StreamEvent(
-            stream.submit.stream_id,
-            choice,
+            stream.stream_id,
+            choice.index,
             output.text,
             (token.token_id,),
-            logprobs,
+            [self._logprob(token)] if logprobs else None,
             finish,
-            usage,
-        )
+            self._usage(stream) if finish is not None and not stream.choices else None,
+        ).to_wire()
 
-    def _clock(self, stream: _Stream, choice: int, finish: FinishReason | None) -> None:
-        now = time.monotonic()
-        times = stream.last_at.get(choice)
-        if times is None:
-            first, count = now, 1
-            if choice == 0:
-                self._observer.first_token(now - stream.begun)
-        else:
-            first, last, count = times
-            count += 1
-            self._gaps.append(now - last)
-        if finish is None:
-            stream.last_at[choice] = (first, now, count)
-        else:
-            stream.last_at.pop(choice, None)
-            self._observer.ended(finish, now - stream.begun, now - first, count)
+    def _send_step(self, link: Link, events: list[list[Any]]) -> None:
+        self.counters.frames += 1
+        self.counters.tokens_out += len(events)
+        link.send([Kind.STEP, events])
 
-    def _finish(
-        self, stream: _Stream, choice: int, finish: FinishReason | None, event: Event
-    ) -> Usage | None:
-        if finish is not None:
-            engine_id = stream.engine_ids.pop(choice)
-            del self._choices[engine_id]
-        self._run(stream, event)
-        if finish is None or stream.engine_ids:
-            return None
+    @staticmethod
+    def _usage(stream: _Stream) -> Usage:
         machine, request = stream.machine, stream.submit.request
         return Usage(
             prompt_tokens=len(request.prompt_ids),
@@ -530,36 +574,43 @@ class StreamTable:
             tuple((t, tokenizer.token_bytes(t), p) for t, p in token.top),
         )
 
+    def _pause(self, stream: _Stream) -> None:
+        if not stream.paused:
+            stream.paused = True
+            for choice in stream.choices.values():
+                self._engine.pause(choice.engine_id)
+
     def _credit(self, key: tuple[Link, int], tokens: int) -> None:
         stream = self._streams.get(key)
         if stream is None:
             return
         stream.ahead -= tokens
-        if stream.paused and stream.ahead <= stream.submit.window_tokens // 2:
+        if stream.paused and stream.ahead <= stream.window_tokens // 2:
             stream.paused = False
-            for engine_id in stream.engine_ids.values():
-                self._engine.resume(engine_id)
+            for choice in stream.choices.values():
+                self._engine.resume(choice.engine_id)
 
-    def _stop(self, stream: _Stream, choice: int) -> None:
-        engine_id = stream.engine_ids.pop(choice, None)
-        if engine_id is None:
+    def _stop(self, stream: _Stream, index: int) -> None:
+        choice = stream.choices.pop(index, None)
+        if choice is None:
             return
+        engine_id = choice.engine_id
         self._choices.pop(engine_id, None)
-        if choice == 0 and stream.pull is not None and not stream.pull.done():
+        if index == 0 and stream.pull is not None and not stream.pull.done():
             # The pull's own clean-up takes its hands off the blocks; only then may they be freed.
             stream.pull.add_done_callback(lambda _: self._engine.cancel(engine_id))
         else:
             self._engine.cancel(engine_id)
 
     def _forget(self, stream: _Stream) -> None:
-        key = (stream.link, stream.submit.stream_id)
+        key = (stream.link, stream.stream_id)
         if self._streams.pop(key, None) is None:
             return
         self._num_choices -= stream.submit.n
         if stream.timer is not None:
             stream.timer.cancel()
-        for engine_id in stream.engine_ids.values():
-            self._choices.pop(engine_id, None)
+        for choice in stream.choices.values():
+            self._choices.pop(choice.engine_id, None)
         machine = stream.machine
         decision = (machine.decision, machine.reason)
         self.counters.decisions[decision] = self.counters.decisions.get(decision, 0) + 1
@@ -568,11 +619,6 @@ class StreamTable:
         how = "external_kv_transfer" if machine.decision == "disaggregated" else "local_compute"
         sources[how] = sources.get(how, 0) + prompt - cached
         sources["local_cache_hit"] = sources.get("local_cache_hit", 0) + cached
-        self.log.append(
-            {
-                "request_id": stream.submit.request.request_id,
-                "decision": machine.decision,
-                "reason": machine.reason,
-                "events": stream.log,
-            }
+        self._ended.append(
+            _Ended(stream.submit.request.request_id, machine.decision, machine.reason, stream.log)
         )

@@ -18,7 +18,7 @@ class Detokenizer:
     U+FFFD.
     """
 
-    __slots__ = ("_at_start", "_decoder", "_pending", "_pieces", "_size", "_texts")
+    __slots__ = ("_at_start", "_decoder", "_pieces", "_size", "_texts", "pending")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
@@ -29,7 +29,9 @@ class Detokenizer:
         self._size = len(self._pieces)
         self._texts = tokenizer.texts(skip_special_tokens)
         self._decoder = _Utf8Decoder("replace")
-        self._pending = False
+        self.pending = False
+        """A character has begun and not ended."""
+
         self._at_start = tokenizer.strip_leading_space and not continues
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -40,17 +42,17 @@ class Detokenizer:
         """What an unfinished character leaves: U+FFFD, or nothing."""
         text = self._decoder.decode(b"", True)
         self._decoder.reset()
-        self._pending = False
+        self.pending = False
         return self._strip(text) if self._at_start else text
 
     def push_token(self, token_id: int) -> str:
         """`push` of one token."""
         if not 0 <= token_id < self._size:
             return ""
-        text = None if self._pending else self._texts[token_id]
+        text = None if self.pending else self._texts[token_id]
         if text is None:
             text = self._decoder.decode(self._pieces[token_id])
-            self._pending = bool(self._decoder.getstate()[0])
+            self.pending = bool(self._decoder.getstate()[0])
         return self._strip(text) if self._at_start else text
 
     def _strip(self, text: str) -> str:

@@ -19,7 +19,15 @@ class TextStream:
     same character.
     """
 
-    __slots__ = ("_detokenizer", "_num_tokens", "_params", "_stop_ids", "_stops")
+    __slots__ = (
+        "_detokenizer",
+        "_num_plain",
+        "_num_tokens",
+        "_params",
+        "_plain",
+        "_stop_ids",
+        "_stops",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=True)
@@ -27,6 +35,15 @@ class TextStream:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._params = params
         self._num_tokens = 0
+        self._plain: list[str | None] = [] if params.stop else tokenizer.texts(True)
+        self._num_plain = len(self._plain)
+
+    def quick(self, token_id: int) -> str | None:
+        """`push` of one token that is not the last: its text, where it has one and no stop string
+        is looked for. None leaves the token to `push`. Nearly every token of most streams."""
+        if self._detokenizer.pending or not 0 <= token_id < self._num_plain:
+            return None
+        return self._plain[token_id]
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, bool]:
         """Add tokens; with `finished` nothing follows and whatever was held back is returned.
