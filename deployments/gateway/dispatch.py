@@ -65,6 +65,18 @@ LOOK_AGAIN_S = 2.0
 """A link that ended while its replica lives is dialled again after at most this long."""
 
 
+@dataclass(slots=True)
+class Placements:
+    """Totals since start, read once a second for the metrics."""
+
+    by_queue: int = 0
+    by_own_choice: int = 0
+    """While the queue was away."""
+
+    again: dict[str, int] = field(default_factory=lambda: {"full": 0, "lost": 0})
+    """Choices placed again, by what became of the placement before."""
+
+
 class ReplicaDirectory(Protocol):
     """The running set of a model's decode pool, as Serve tells it."""
 
@@ -286,6 +298,8 @@ class ClusterStream:
         for leg, error in again:
             if error.code == "full":
                 await asyncio.sleep(min(0.1 * 2 ** (leg.placements - 1), 2.0))
+            reason = "full" if error.code == "full" else "lost"
+            self._client.placements.again[reason] += len(leg.live)
             whole = tuple(leg.choices)
             if len(whole) == self._n and not any(self._emitted):
                 await self.place(whole, error, leg.placements)
@@ -319,8 +333,10 @@ class ModelClient:
         holds: HoldKeeper,
         *,
         window_tokens: int = 1024,
-        on_snapshot: Callable[[str, list[Any]], None] | None = None,
+        on_snapshot: Callable[[str, str, list[Any]], None] | None = None,
     ) -> None:
+        """`on_snapshot` gets each replica's figures as they come: its id, its role, its series."""
+        self.placements = Placements()
         self.window_tokens = window_tokens
         self.stream_ids = itertools.count(1)
         self.directory = directory
@@ -348,6 +364,11 @@ class ModelClient:
     def num_streams(self) -> int:
         """Streams not closed yet, also those that wait for a replica or for another one."""
         return len(self._streams)
+
+    @property
+    def queue_connected(self) -> bool:
+        """Whether the admission queue can be asked now."""
+        return self._queue.available
 
     def start(self) -> None:
         self._queue.start()
@@ -397,7 +418,9 @@ class ModelClient:
                 raise Overloaded(
                     "no decode replica is running: try again", code="no_replicas", retry_after_s=2.0
                 ) from None
+            self.placements.by_own_choice += 1
             return replica, None
+        self.placements.by_queue += 1
         return grant.replica_id, grant
 
     async def link_to(self, replica: str) -> Link:
@@ -458,7 +481,7 @@ class ModelClient:
                     leg.stream.on_refused(leg, refusal_from_wire(message))
             case Kind.SNAPSHOT:
                 if self._on_snapshot is not None:
-                    self._on_snapshot(message[1], message[3])
+                    self._on_snapshot(message[1], message[2], message[3])
             case _:
                 pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,11 @@ class ClusterModels:
     def num_streams(self) -> int:
         retiring = (served for served, _ in self._retiring.values())
         return sum(served.client.num_streams for served in (*self._served.values(), *retiring))
+
+    def clients(self) -> Iterator[tuple[str, ModelClient]]:
+        """Each configured model's name and its client."""
+        for served in self._served.values():
+            yield served.route.name, served.client
 
     def models(self) -> list[ModelInfo]:
         """See `Backend`."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,18 +24,16 @@ from deployments.background import background
 from deployments.gateway.api import create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import ModelClient
+from deployments.gateway.figures import ClusterFigures
 from deployments.gateway.models import ClusterModels
 from deployments.gateway.state import GatewayState
 from deployments.holds import HoldKeeper
-from deployments.metrics import RayExporter, Registry
+from deployments.metrics import Registry
+from deployments.replica_metrics import EXPORT_EVERY_S, SNAPSHOT_EVERY_S, exporter
 from deployments.routing.replicas import Directory
 from engine.errors import Overloaded
 
 logger = logging.getLogger(__name__)
-
-REPORT_EVERY_S = 5.0
-SILENT_AFTER_S = 10.0
-"""A replica whose figures did not come for this long is shown no more."""
 
 _state: GatewayState | None = None
 
@@ -60,9 +57,9 @@ class GatewayProcess:
         global _state
         self._own_id = own_id
         self._secret = secret
-        self.registry = Registry()
+        self.registry = Registry(replica=own_id)
         self.models = ClusterModels(self._connect)
-        self._seen: dict[str, float] = {}
+        self._figures = ClusterFigures(self.registry)
         self._reporter: asyncio.Task[None] | None = None
         _state = self.state = GatewayState(self.models, self.registry)
 
@@ -92,31 +89,33 @@ class GatewayProcess:
         async def queue_address() -> str:
             return await find_queue(app)
 
-        queue = QueueClient(queue_address, self._secret, self._own_id)
+        def figures(replica: str, role: str, series: list[Any]) -> None:
+            self._figures.received(app, replica, role, series, asyncio.get_running_loop().time())
+
+        queue = QueueClient(queue_address, self._secret, self._own_id, on_snapshot=figures)
         return ModelClient(
             self._own_id,
             self._secret,
             directory,
             queue,
             HoldKeeper(hold, self._own_id),
-            on_snapshot=self._merge,
+            on_snapshot=figures,
         )
 
-    def _merge(self, replica: str, snapshot: list[Any]) -> None:
-        self.registry.merge(replica, snapshot)
-        self._seen[replica] = time.monotonic()
-
     async def _report(self) -> None:
-        """For ever: forget replicas that went silent, and tell Ray's agent of this gateway."""
-        exporter = RayExporter(self.registry, {"replica": self._own_id, "role": "gateway"})
+        """For ever: what this gateway knows of the cluster, and now and then all to Ray's agent."""
+        to_ray = exporter(self.registry, self._own_id, "gateway")
+        rounds = 0
         while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            now = time.monotonic()
-            for replica, seen in list(self._seen.items()):
-                if now - seen > SILENT_AFTER_S:
-                    del self._seen[replica]
-                    self.registry.drop(replica)
+            await asyncio.sleep(SNAPSHOT_EVERY_S)
+            rounds += 1
             try:
-                exporter.export()
+                config = self.state.config
+                names = {route.app: route.name for route in config.models}
+                self._figures.sample(
+                    config.revision, names, self.models.clients(), asyncio.get_running_loop().time()
+                )
+                if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
+                    to_ray.export()
             except Exception:
-                logger.exception("metrics of this gateway could not be exported to Ray")
+                logger.exception("metrics of this gateway could not be reported")

@@ -1,0 +1,131 @@
+"""What a gateway knows of the cluster: whose figures are fresh, whether queues can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from deployments.gateway.dispatch import Placements, ReplicaDirectory
+from deployments.metrics import Registry
+from deployments.process_figures import ProcessFigures
+from deployments.replica_metrics import raise_to
+
+STALE_AFTER_S = 3.0
+"""Figures come every second; three in a row are missing."""
+
+SILENT_AFTER_S = 10.0
+"""A replica whose figures did not come for this long is shown no more."""
+
+
+class Client(Protocol):
+    """What is asked of a `ModelClient`."""
+
+    placements: Placements
+    directory: ReplicaDirectory
+
+    @property
+    def queue_connected(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    app: str
+    role: str
+    at_s: float
+
+
+class ClusterFigures:
+    """Takes in the figures of others and reports on them. Times are of one steady clock."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._seen: dict[str, _Seen] = {}
+        self._shown: set[tuple[str, str]] = set()
+        """`(model, role)` with series."""
+
+        self._models: set[str] = set()
+        self._revision = registry.gauge("tailrace_config_revision")
+        self._process = ProcessFigures(registry, "gateway")
+
+    def received(self, app: str, replica: str, role: str, series: list[Any], now: float) -> None:
+        """A snapshot came. Raises ValueError for what is none."""
+        self._registry.merge(replica, series)
+        self._seen[replica] = _Seen(app, role, now)
+
+    def sample(
+        self,
+        revision: int,
+        names: Mapping[str, str],
+        clients: Iterable[tuple[str, Client]],
+        now: float,
+    ) -> None:
+        """Bring all of it up to date. `names` gives each application's model."""
+        self._revision.set(revision)
+        self._process.sample()
+        for replica, seen in list(self._seen.items()):
+            if now - seen.at_s > SILENT_AFTER_S:
+                del self._seen[replica]
+                self._registry.drop(replica)
+        running: dict[str, set[str]] = {}
+        for model, client in clients:
+            running[model] = set(client.directory.replicas())
+            self._sample_client(model, client)
+        self._sample_replicas(names, running, now)
+        for model in self._models - running.keys():
+            self._forget_client(model)
+        self._models = set(running)
+
+    def _sample_client(self, model: str, client: Client) -> None:
+        registry, placements = self._registry, client.placements
+        registry.gauge("tailrace_queue_connected", model=model).set(client.queue_connected)
+        for policy, total in (("queue", placements.by_queue), ("own", placements.by_own_choice)):
+            raise_to(
+                registry.counter("tailrace_route_decisions_total", model=model, policy=policy),
+                total,
+            )
+        for reason, total in placements.again.items():
+            raise_to(
+                registry.counter("tailrace_resubmissions_total", model=model, reason=reason), total
+            )
+
+    def _forget_client(self, model: str) -> None:
+        registry = self._registry
+        registry.remove("tailrace_queue_connected", model=model)
+        for policy in ("queue", "own"):
+            registry.remove("tailrace_route_decisions_total", model=model, policy=policy)
+        for reason in ("full", "lost"):
+            registry.remove("tailrace_resubmissions_total", model=model, reason=reason)
+
+    def _sample_replicas(
+        self, names: Mapping[str, str], running: Mapping[str, set[str]], now: float
+    ) -> None:
+        # Serve tells a gateway which decode replicas run; of the others it knows what it heard.
+        up: dict[tuple[str, str], int] = {}
+        stale: dict[tuple[str, str], int] = {}
+        age_s: dict[tuple[str, str], float] = {}
+        for model in running:
+            up[model, "decode"] = 0
+        for seen in self._seen.values():
+            if seen.app not in names:  # taken out, and still answering what it had begun
+                continue
+            at = (names[seen.app], seen.role)
+            fresh = now - seen.at_s <= STALE_AFTER_S
+            up[at] = up.get(at, 0) + fresh
+            stale[at] = stale.get(at, 0) + (not fresh)
+            age_s[at] = max(age_s.get(at, 0.0), now - seen.at_s)
+        for model, replicas in running.items():
+            silent = len(replicas - self._seen.keys())
+            stale[model, "decode"] = stale.get((model, "decode"), 0) + silent
+        for model, role in up.keys() | self._shown:
+            # A role whose last replica went stays shown at 0: that it is gone is the news.
+            at, labels = (model, role), {"model": model, "role": role}
+            if model not in running:
+                for name in ("replicas_up", "stale_endpoints", "snapshot_age_seconds"):
+                    self._registry.remove(f"tailrace_{name}", **labels)
+                self._shown.discard(at)
+                continue
+            self._shown.add(at)
+            self._registry.gauge("tailrace_replicas_up", **labels).set(up.get(at, 0))
+            self._registry.gauge("tailrace_stale_endpoints", **labels).set(stale.get(at, 0))
+            self._registry.gauge("tailrace_snapshot_age_seconds", **labels).set(age_s.get(at, 0.0))
