@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "bench": "cluster.bench.command:bench",
     "chat": "cluster.chat:chat",
+    "gpus": "cluster.gpus:gpus",
     "verify": "cluster.verify:verify",
 }
 """Commands in modules of their own, imported when they are called: `module:attribute`."""
