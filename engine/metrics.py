@@ -333,6 +333,11 @@ _DECLARED = (
         ("model", "tier", "phase"),
         "Time a request spent in one phase: " + ", ".join(PHASES) + ".",
     ),
+    _seconds(
+        "tailrace_external_span_seconds",
+        ("model", "tier", "kind"),
+        "Time outside the model that clients told of: tool, retrieval or other.",
+    ),
     # The gateway's view of the cluster.
     _gauge(
         "tailrace_config_revision",

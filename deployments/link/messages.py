@@ -9,6 +9,7 @@ gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT RE
 decode  → queue    REPORT
 decode  → prefill  PREFILL ACK RENEW DONE        prefill → decode   MANIFEST CHUNK FINAL FAIL
                                                                     SNAPSHOT
+gateway ↔ decode   ASK TELL
 both ways          HELLO PROOF BEAT BYE
 ```
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from deployments.explain.queueing import QueueFacts
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason, Request
 
@@ -56,6 +58,9 @@ class Kind(IntEnum):
 
     SNAPSHOT = 40
 
+    ASK = 50
+    TELL = 51
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
@@ -67,14 +72,23 @@ class Grant:
 
     replica_id: str
     expiry_ms: int
+    facts: QueueFacts | None = None
+    """For whoever explains the request. A submit carries its grant without them."""
 
     def to_wire(self) -> list[Any]:
-        return [self.grant_id, self.epoch, self.replica_id, self.expiry_ms]
+        wire: list[Any] = [self.grant_id, self.epoch, self.replica_id, self.expiry_ms]
+        return wire if self.facts is None else [*wire, self.facts.to_wire()]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Grant:
-        grant_id, epoch, replica_id, expiry_ms = wire
-        return cls(grant_id=grant_id, epoch=epoch, replica_id=replica_id, expiry_ms=expiry_ms)
+        grant_id, epoch, replica_id, expiry_ms, *facts = wire
+        return cls(
+            grant_id=grant_id,
+            epoch=epoch,
+            replica_id=replica_id,
+            expiry_ms=expiry_ms,
+            facts=QueueFacts.from_wire(facts[0]) if facts else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +223,8 @@ class Usage:
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
 # DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
+# ASK    [Kind.ASK, number, what, arguments]                 for explanations; see `explain.asking`
+# TELL   [Kind.TELL, number, value, clock, received_s, sent_s]
 # ABANDON [Kind.ABANDON, ticket]                              no longer waiting for a grant
 # RELEASE [Kind.RELEASE, grant_id]                            the request ended, whoever ended it
 # GRANT  [Kind.GRANT, ticket, Grant.to_wire()]

@@ -1,0 +1,112 @@
+"""What each engine step of a replica was: a ring of numbers, written once a step.
+
+A request's journal keeps only when its own tokens came. What shared a step with it, and what ran in
+between, is looked up here when somebody asks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass."""
+
+    end_s: float
+    """When its output was known on the event loop, by the replica's monotonic clock."""
+
+    duration_s: float
+    tokens: int
+    """Computed by the pass: decoding rows and shares of prompts."""
+
+    rows: int
+    """Requests that got a token."""
+
+    prompts: int
+    """Requests of which a share of the prompt was computed."""
+
+    prompt_tokens: int
+    preempted: int
+    """Requests that lost their blocks for this step."""
+
+
+class StepRing:
+    """The last `size` steps. Not thread-safe: for the event loop."""
+
+    def __init__(self, size: int = 16_384) -> None:
+        self._size = size
+        self._ends = array("d", bytes(8 * size))
+        self._durations = array("d", bytes(8 * size))
+        self._facts = array("Q", bytes(8 * size))
+        self._count = 0
+
+    def add(
+        self,
+        end_s: float,
+        duration_s: float,
+        tokens: int,
+        rows: int,
+        prompts: int = 0,
+        prompt_tokens: int = 0,
+        preempted: int = 0,
+    ) -> None:
+        """`end_s` must not go back. Counts above 65,535 (255 preempted) are kept as that."""
+        at = self._count % self._size
+        self._ends[at] = end_s
+        self._durations[at] = duration_s
+        self._facts[at] = (
+            min(tokens, 0xFFFF)
+            | min(rows, 0xFFFF) << 16
+            | min(prompt_tokens, 0xFFFF) << 32
+            | min(prompts, 0xFF) << 48
+            | min(preempted, 0xFF) << 56
+        )
+        self._count += 1
+
+    def __len__(self) -> int:
+        return min(self._count, self._size)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """End of the oldest step still known."""
+        return self._ends[(self._count - len(self)) % self._size] if self._count else None
+
+    def at(self, end_s: float) -> Step | None:
+        """The step that ended at exactly `end_s`."""
+        index = self._first_after(end_s, including=True)
+        if index < self._count and self._ends[index % self._size] == end_s:
+            return self._step(index)
+        return None
+
+    def between(self, after_s: float, until_s: float) -> list[Step]:
+        """Steps that ended in `(after_s, until_s]`, oldest first."""
+        first = self._first_after(after_s, including=False)
+        last = self._first_after(until_s, including=False)
+        return [self._step(index) for index in range(first, last)]
+
+    def _step(self, index: int) -> Step:
+        at = index % self._size
+        facts = self._facts[at]
+        return Step(
+            end_s=self._ends[at],
+            duration_s=self._durations[at],
+            tokens=facts & 0xFFFF,
+            rows=facts >> 16 & 0xFFFF,
+            prompt_tokens=facts >> 32 & 0xFFFF,
+            prompts=facts >> 48 & 0xFF,
+            preempted=facts >> 56 & 0xFF,
+        )
+
+    def _first_after(self, at_s: float, *, including: bool) -> int:
+        """Number of the first step that ended after `at_s` (or, `including`, at it)."""
+        low, high = self._count - len(self), self._count
+        while low < high:
+            middle = (low + high) // 2
+            end_s = self._ends[middle % self._size]
+            if end_s < at_s or (end_s == at_s and not including):
+                low = middle + 1
+            else:
+                high = middle
+        return low
