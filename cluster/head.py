@@ -139,7 +139,7 @@ def start(
     """
     session = uuid.uuid4().hex
     temp_dir = _make_temp_dir()
-    ports = free_ports(13)
+    ports = free_ports(13, avoid=[port])  # the front's is free, too, until the proxy starts
     (
         gcs,
         dashboard,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from cluster.errors import ClusterError, PortBusy
 from engine.errors import ConfigError
@@ -57,18 +57,18 @@ def holder(port: int) -> str:
     return "another process"
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` different ports nobody listens on."""
+def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
+    """`count` different ports nobody listens on, none of them in `avoid`."""
     found: list[int] = []
     for port in _candidates():
-        if _is_free(port):
+        if port not in avoid and _is_free(port):
             found.append(port)
             if len(found) == count:
                 return found
     raise ClusterError(f"no {count} free ports between {_LOW} and {_HIGH}; end something")
 
 
-def free_range(size: int, *, avoid: list[int]) -> tuple[int, int]:
+def free_range(size: int, *, avoid: Collection[int]) -> tuple[int, int]:
     """First and last port of `size` consecutive free ones, none of them in `avoid`."""
     for first in _candidates():
         block = range(first, first + size)
