@@ -7,6 +7,7 @@ with. A configuration that cannot work is refused whole, and the gateway goes on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -53,6 +54,41 @@ class Limits(_Strict):
     """From the first byte of the request to the last of the answer."""
 
 
+TIERS = ("default",)
+"""Service tiers that requests can have."""
+
+
+class Targets(_Strict):
+    """What a tier promises. A target of null is not judged."""
+
+    queue_s: float | None = Field(default=1.0, gt=0)
+    """Longest wait for admission."""
+
+    ttft_s: float | None = Field(default=2.0, gt=0)
+    """Arrival to the first token written, the queue included."""
+
+    itl_s: float | None = Field(default=0.2, gt=0)
+    """A request's mean gap between tokens."""
+
+    e2e_s: float | None = Field(default=60.0, gt=0)
+    """Arrival to the last byte."""
+
+    objective: float = Field(default=0.99, gt=0, lt=1)
+    """Share of requests that must meet each target; the rest is the error budget."""
+
+    @model_validator(mode="after")
+    def _one_after_the_other(self) -> Targets:
+        order = [("queue_s", self.queue_s), ("ttft_s", self.ttft_s), ("e2e_s", self.e2e_s)]
+        limits = [(name, value) for name, value in order if value is not None]
+        for (name, value), (later, most) in pairwise(limits):
+            if value > most:
+                raise ValueError(
+                    f"{name}={value:g} is above {later}={most:g}, which includes it: a request "
+                    f"would miss {later} first; lower {name} or raise {later}"
+                )
+        return self
+
+
 class GatewayConfig(_Strict):
     """The whole of `user_config`."""
 
@@ -61,11 +97,21 @@ class GatewayConfig(_Strict):
 
     models: tuple[ModelRoute, ...] = ()
     limits: Limits = Limits()
+    slo: dict[str, Targets] = Field(default_factory=lambda: {tier: Targets() for tier in TIERS})
+    """Targets by service tier: metrics and dashboards judge by them, nothing is refused for them."""
+
     include_usage: bool = False
     """Send the usage chunk of a stream to clients that did not say whether they want it."""
 
     event_log_size: int = Field(default=65_536, ge=16)
     """Events of requests kept for replay, in the gateway's memory."""
+
+    @model_validator(mode="after")
+    def _tiers_exist(self) -> GatewayConfig:
+        for tier in self.slo:
+            if tier not in TIERS:
+                raise ValueError(f"slo: there is no tier {tier!r}; tiers are: {', '.join(TIERS)}")
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> GatewayConfig:
@@ -131,5 +177,10 @@ def _siblings(loc: tuple[int | str, ...]) -> list[str]:
     """Fields of the section that `loc` lies in."""
     section: type[BaseModel] = GatewayConfig
     for part in loc[:-1]:
-        section = {"limits": Limits, "models": ModelRoute}.get(str(part), section)
+        sections: dict[str, type[BaseModel]] = {
+            "limits": Limits,
+            "models": ModelRoute,
+            "slo": Targets,
+        }
+        section = sections.get(str(part), section)
     return sorted(section.model_fields)

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deployments.gateway.config import TIERS, GatewayConfig
 from deployments.gateway.dispatch import Placements, ReplicaDirectory
 from deployments.metrics import Registry
 from deployments.process_figures import ProcessFigures
 from deployments.replica_metrics import raise_to
+from engine.metrics import SLO_KINDS
 
 STALE_AFTER_S = 3.0
 """Figures come every second; three in a row are missing."""
@@ -54,15 +56,13 @@ class ClusterFigures:
         self._seen[replica] = _Seen(app, role, now)
 
     def sample(
-        self,
-        revision: int,
-        names: Mapping[str, str],
-        clients: Iterable[tuple[str, Client]],
-        now: float,
+        self, config: GatewayConfig, clients: Iterable[tuple[str, Client]], now: float
     ) -> None:
-        """Bring all of it up to date. `names` gives each application's model."""
-        self._revision.set(revision)
+        """Bring all of it up to date. `clients` are those of the configured models, by name."""
+        self._revision.set(config.revision)
+        self._sample_targets(config)
         self._process.sample()
+        names = {route.app: route.name for route in config.models}
         for replica, seen in list(self._seen.items()):
             if now - seen.at_s > SILENT_AFTER_S:
                 del self._seen[replica]
@@ -75,6 +75,21 @@ class ClusterFigures:
         for model in self._models - running.keys():
             self._forget_client(model)
         self._models = set(running)
+
+    def _sample_targets(self, config: GatewayConfig) -> None:
+        registry = self._registry
+        for tier in TIERS:
+            targets = config.slo.get(tier)
+            for kind in SLO_KINDS:
+                seconds = targets and getattr(targets, f"{kind}_s")
+                if seconds is None:
+                    registry.remove("tailrace_slo_target_seconds", tier=tier, slo=kind)
+                else:
+                    registry.gauge("tailrace_slo_target_seconds", tier=tier, slo=kind).set(seconds)
+            if targets is None:
+                registry.remove("tailrace_slo_objective_ratio", tier=tier)
+            else:
+                registry.gauge("tailrace_slo_objective_ratio", tier=tier).set(targets.objective)
 
     def _sample_client(self, model: str, client: Client) -> None:
         registry, placements = self._registry, client.placements

@@ -110,11 +110,8 @@ class GatewayProcess:
             await asyncio.sleep(SNAPSHOT_EVERY_S)
             rounds += 1
             try:
-                config = self.state.config
-                names = {route.app: route.name for route in config.models}
-                self._figures.sample(
-                    config.revision, names, self.models.clients(), asyncio.get_running_loop().time()
-                )
+                now = asyncio.get_running_loop().time()
+                self._figures.sample(self.state.config, self.models.clients(), now)
                 if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
                     to_ray.export()
             except Exception:

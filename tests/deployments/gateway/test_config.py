@@ -34,6 +34,14 @@ def test_aliases_resolve_to_their_model_and_other_names_stay() -> None:
             ["'a' names both 'a' and 'b'"],
         ),
         ({"limits": {"request_timeout_s": float("nan")}}, ["request_timeout_s=nan"]),
+        ({"slo": {"gold": {}}}, ["no tier 'gold'", "default"]),
+        ({"slo": {"default": {"ttft": 1}}}, ["slo.default.ttft", "ttft_s"]),
+        ({"slo": {"default": {"itl_s": 0}}}, ["slo.default.itl_s=0", "greater than 0"]),
+        ({"slo": {"default": {"objective": 1}}}, ["slo.default.objective=1", "less than 1"]),
+        (
+            {"slo": {"default": {"ttft_s": 9, "e2e_s": 3}}},
+            ["slo.default", "ttft_s=9 is above e2e_s=3", "lower ttft_s or raise e2e_s"],
+        ),
     ],
 )
 def test_a_wrong_configuration_names_field_value_and_way_out(

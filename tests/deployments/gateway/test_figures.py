@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import Placements
 from deployments.gateway.figures import ClusterFigures
 from deployments.metrics import Registry
 
-NAMES = {"app": "m"}
+CONFIG = GatewayConfig.parse({"revision": 7, "models": [{"name": "m", "app": "app"}]})
 
 
 class Running:
@@ -43,7 +44,7 @@ def test_figures_are_fresh_then_stale_then_gone():
     figures.received("app", "p1", "prefill", [], 102.0)
 
     def at(now: float):
-        figures.sample(7, NAMES, [("m", client)], now)
+        figures.sample(CONFIG, [("m", client)], now)
         return [shown(registry, n) for n in ("replicas_up", "stale_endpoints")]
 
     assert at(103.0) == [
@@ -71,7 +72,7 @@ def test_figures_are_fresh_then_stale_then_gone():
 def test_a_replica_that_runs_and_never_spoke_is_stale():
     registry = Registry()
     figures = ClusterFigures(registry)
-    figures.sample(0, NAMES, [("m", Client(Running("d1")))], 5.0)
+    figures.sample(CONFIG, [("m", Client(Running("d1")))], 5.0)
     assert shown(registry, "stale_endpoints") == {("m", "decode"): 1}
     assert shown(registry, "replicas_up") == {("m", "decode"): 0}
 
@@ -82,12 +83,27 @@ def test_placements_and_the_queue_link_are_reported_until_the_model_is_taken_out
     client.placements.by_queue, client.placements.by_own_choice = 5, 2
     client.placements.again["lost"] = 3
     client.queue_connected = False
-    figures.sample(0, NAMES, [("m", client)], 1.0)
+    figures.sample(CONFIG, [("m", client)], 1.0)
     assert shown(registry, "queue_connected") == {("m",): 0}
     assert shown(registry, "route_decisions_total") == {("m", "queue"): 5, ("m", "own"): 2}
     assert shown(registry, "resubmissions_total") == {("m", "full"): 0, ("m", "lost"): 3}
     figures.received("app", "p1", "prefill", [], 2.0)
-    figures.sample(0, {}, [], 2.0)
+    figures.sample(GatewayConfig(), [], 2.0)
     for name in ("queue_connected", "route_decisions_total", "resubmissions_total"):
         assert shown(registry, name) == {}
     assert shown(registry, "replicas_up") == {}
+
+
+def test_targets_in_force_are_shown_and_those_taken_back_are_not():
+    registry = Registry()
+    figures = ClusterFigures(registry)
+    slo = {"default": {"ttft_s": 0.5, "queue_s": None, "objective": 0.95}}
+    figures.sample(GatewayConfig.parse({"slo": slo}), [], 1.0)
+    assert shown(registry, "slo_target_seconds") == {
+        ("default", "ttft"): 0.5,
+        ("default", "itl"): 0.2,
+        ("default", "e2e"): 60.0,
+    }
+    assert shown(registry, "slo_objective_ratio") == {("default",): 0.95}
+    figures.sample(GatewayConfig.parse({"slo": {}}), [], 2.0)
+    assert shown(registry, "slo_target_seconds") == shown(registry, "slo_objective_ratio") == {}
