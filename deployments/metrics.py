@@ -218,6 +218,21 @@ class Registry:
         self._merged[replica] = shown
         return left_out
 
+    def family(self, name: str) -> Iterator[tuple[str | None, dict[str, str], _Value]]:
+        """One metric's series, this process's and those it shows: `(replica, labels, value)`.
+
+        `replica` is None for this process's own. A histogram's value is `[sum, *bucket counts]`.
+        Nothing for a name that is not declared.
+        """
+        metric = self.catalogue.get(name)
+        if metric is None:
+            return
+        for values, series in list(self._own.get(name, {}).items()):
+            yield None, dict(zip(metric.labels, values, strict=True)), _value(series)
+        for replica, shown in list(self._merged.items()):
+            for values, value in shown.get(name, ()):
+                yield replica, dict(zip(metric.labels, values, strict=True)), value
+
     def drop(self, replica: str) -> None:
         """Stop showing a replica that is gone. Unknown ones are fine."""
         self._merged.pop(replica, None)

@@ -447,3 +447,17 @@ def value(served, name: str, **labels: str) -> float:
         if sample.name == name and labels.items() <= sample.labels.items()
     ]
     return found
+
+
+def test_a_family_lists_this_process_s_series_and_those_it_shows():
+    shown, other = Registry(SMALL), Registry(SMALL)
+    shown.counter("hits_total", path="/a").inc(2)
+    other.counter("hits_total", path="/b").inc(3)
+    other.histogram("wait_seconds", tier="x").observe_many([0.05, 7.0])
+    shown.merge("r1", other.snapshot())
+    assert list(shown.family("hits_total")) == [
+        (None, {"path": "/a"}, 2.0),
+        ("r1", {"path": "/b"}, 3.0),
+    ]
+    assert list(shown.family("wait_seconds")) == [("r1", {"tier": "x"}, [7.05, 1, 0, 0, 1])]
+    assert list(shown.family("never_declared")) == []
