@@ -28,6 +28,7 @@ _LAZY = {
     "bench": "cluster.bench.command:bench",
     "chat": "cluster.chat:chat",
     "gpus": "cluster.gpus:gpus",
+    "report": "cluster.report.command:report",
     "verify": "cluster.verify:verify",
 }
 """Commands in modules of their own, imported when they are called: `module:attribute`."""

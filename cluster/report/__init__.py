@@ -1,0 +1,1 @@
+"""Figures and reports of replays: JSON, CSV and one self-contained page."""
