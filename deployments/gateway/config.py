@@ -98,7 +98,7 @@ class GatewayConfig(_Strict):
     models: tuple[ModelRoute, ...] = ()
     limits: Limits = Limits()
     slo: dict[str, Targets] = Field(default_factory=lambda: {tier: Targets() for tier in TIERS})
-    """Targets by service tier: metrics and dashboards judge by them, nothing is refused for them."""
+    """By service tier: metrics and dashboards judge by them, nothing is refused for them."""
 
     include_usage: bool = False
     """Send the usage chunk of a stream to clients that did not say whether they want it."""
