@@ -125,3 +125,19 @@ class RequestRecord:
         self.write_s += seconds
         if seconds > self.worst_write_s:
             self.worst_write_s = seconds
+
+    def phases(self) -> list[tuple[str, float]]:
+        """Seconds in each phase that this gateway sees itself; they add up to the duration."""
+        first = next((leg for leg in self.legs if leg.granted_s), None)
+        marks = [
+            ("tokenize", self.received_s),
+            ("queue", self.tokenised_s),
+            ("route", first.granted_s if first is not None else 0.0),
+            ("prefill", first.submitted_s if first is not None else 0.0),
+            ("stream", self.first_token_s),
+        ]
+        passed = [(name, at_s) for name, at_s in marks if at_s]
+        ends = [at_s for _, at_s in passed[1:]] + [self.ended_s]
+        return [
+            (name, max(0.0, end_s - at_s)) for (name, at_s), end_s in zip(passed, ends, strict=True)
+        ]
