@@ -14,10 +14,7 @@ from cluster.cli import emit, json_option, say
 from cluster.errors import ClusterError
 from cluster.state import StateDir
 from deployments.gpu.reader import GpuReader, NoGpu
-from deployments.gpu.reading import Device, Reading
-
-HARMLESS_REASONS = frozenset({"idle", "application_clocks"})
-"""Reasons for low clocks that nobody needs to look into."""
+from deployments.gpu.reading import HARMLESS_REASONS, Device, Reading
 
 _SERIES = re.compile(r"tailrace_gpu_(\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -80,7 +80,10 @@ THROTTLE_REASONS: dict[int, str] = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""Bits of NVML's clocks event reasons. `idle` and `application_clocks` are no trouble."""
+"""Bits of NVML's clocks event reasons."""
+
+HARMLESS_REASONS = frozenset({"idle", "application_clocks"})
+"""Reasons for low clocks that nobody needs to look into."""
 
 OTHER_REASON = "other"
 """A bit that a newer driver sets and this table lacks."""
