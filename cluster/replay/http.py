@@ -140,8 +140,13 @@ class Response:
         return b"".join(parts)
 
 
+class TimeUp(ConnectionBroken):
+    """We left: the time that was given for the request is over."""
+
+
 OnBody = Callable[[Response, bytes, float], None]
-"""`(response, a piece of its body, loop time at which it was read)`."""
+"""`(response, a piece of its body, loop time at which it was read)`. A ConnectionBroken that it
+raises closes the connection and ends the request."""
 
 
 class Connection(asyncio.Protocol):
@@ -186,10 +191,11 @@ class Connection(asyncio.Protocol):
             self._end(error)
             return
         if response.done:
-            self.usable = self.usable and response.keep_alive
+            if not response.keep_alive:
+                self.close()
             self._end(None)
 
-    async def request(self, data: bytes, on_body: OnBody) -> Response:
+    async def request(self, data: bytes, on_body: OnBody, within_s: float) -> Response:
         """Write one request and follow the answer to its end.
 
         Cancelling this closes the connection, which is how a client leaves. Raises
@@ -198,13 +204,20 @@ class Connection(asyncio.Protocol):
         self.num_requests += 1
         self._response, self._on_body = Response(), on_body
         self._done = self._loop.create_future()
+        timer = self._loop.call_later(within_s, self._expire)
         self._transport.write(data)
         try:
             await self._done
         except asyncio.CancelledError:
             self.close()
             raise
+        finally:
+            timer.cancel()
         return self._response
+
+    def _expire(self) -> None:
+        self.close()
+        self._end(TimeUp("the time for the request is over"))
 
     def close(self) -> None:
         """At once: what was not read or written is dropped."""
@@ -254,13 +267,16 @@ class Connections:
         missing = max(0, count - len(self._idle))
         self._idle += await asyncio.gather(*(self._connect() for _ in range(missing)))
 
-    async def post(self, head: bytes, body: bytes, on_body: OnBody) -> Response:
-        """Send on an idle connection, on a new one if there is none. Raises ConnectionBroken."""
+    async def post(self, head: bytes, body: bytes, on_body: OnBody, within_s: float) -> Response:
+        """Send on an idle connection, on a new one if there is none.
+
+        Raises ConnectionBroken, TimeUp when the answer is not whole after `within_s`.
+        """
         data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
         while True:
             connection = self._take() or await self._connect()
             try:
-                return await connection.request(data, on_body)
+                return await connection.request(data, on_body, within_s)
             except ConnectionBroken as error:
                 if error.fresh:
                     raise

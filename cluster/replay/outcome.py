@@ -51,10 +51,10 @@ class Outcome:
     """When it was due. Latencies counted from here include what a late client would hide."""
 
     sent_s: float
-    """When its first attempt began to be written."""
+    """When its first attempt began; connecting, where that was needed, comes after."""
 
     attempt_s: float
-    """When its last attempt began to be written; `sent_s` where there was no retry."""
+    """When its last attempt began; `sent_s` where there was no retry."""
 
     first_token_s: float | None = None
     """When the first chunk with content, reasoning or a tool call came. None without streaming
@@ -90,7 +90,8 @@ class Outcome:
 
     result: Result
     """`ok` is a whole answer, `shed` a refusal with 429 or 503 before any of it, `timeout` our
-    patience running out, `disconnected` our leaving as planned, `error` everything else."""
+    patience running out or the server's saying so (408, 504), `disconnected` our leaving as
+    planned, `error` everything else."""
 
     code: str | None = None
     """The server's error code, or the name of the client's own error."""
