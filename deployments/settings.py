@@ -108,6 +108,12 @@ class PoolSettings(_Strict):
     max_step_tokens: int = Field(default=512, ge=1)
     max_chunk_tokens: int = Field(default=256, ge=1)
     ageing_s: float = Field(default=10.0, gt=0)
+    pacing: bool = True
+    """How much prompt a step holds follows the targets of its requests, within these limits."""
+
+    min_prompt_tokens: int = Field(default=16, ge=1)
+    """With pacing: what a step gives to prompts however late its streams are."""
+
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Decode: a missing part of a prompt up to this long is not worth sending away."""
 
@@ -131,6 +137,8 @@ class PoolSettings(_Strict):
             max_step_tokens=self.max_step_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
             ageing_s=self.ageing_s,
+            pacing=self.pacing,
+            min_prompt_tokens=self.min_prompt_tokens,
         )
 
     @classmethod

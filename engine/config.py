@@ -75,7 +75,15 @@ class SchedulerConfig:
     ageing_s: float = 10.0
     """Waiting this long raises a request by one priority level."""
 
+    pacing: bool = True
+    """Let the targets of requests decide how much prompt a step holds (`scheduling.pacing`), up to
+    the limits above. Requests without targets are not affected."""
+
+    min_prompt_tokens: int = 16
+    """With pacing: what a step gives to prompts however late its streams are."""
+
     def __post_init__(self) -> None:
+        _at_least("min_prompt_tokens", self.min_prompt_tokens, 1)
         _at_least("max_running_requests", self.max_running_requests, 1)
         _at_least("max_waiting_requests", self.max_waiting_requests, 0)
         _at_least("max_step_tokens", self.max_step_tokens, 1)

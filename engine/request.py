@@ -150,7 +150,16 @@ class Request:
     salt: str = ""
     """Isolation domain of the prefix cache, derived from the authenticated tenant."""
 
+    itl_target_ms: int | None = None
+    """Gap between two tokens that its tier promises. None: nobody watches it."""
+
+    first_token_ms: int | None = None
+    """Time left until its tier's promise of a first token is broken, at the moment this was sent.
+    May be negative. None: nobody waits for it."""
+
     def __post_init__(self) -> None:
+        if self.itl_target_ms is not None and self.itl_target_ms < 1:
+            raise RequestError(f"itl_target_ms={self.itl_target_ms}: must be 1 or more")
         if not self.prompt_ids:
             raise RequestError("the prompt has no tokens: send at least one", param="messages")
         if len(self.output_ids) >= self.params.max_tokens:
@@ -176,11 +185,13 @@ class Request:
             self.output_ids,
             self.priority,
             self.salt,
+            self.itl_target_ms,
+            self.first_token_ms,
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Request:
-        request_id, prompt_ids, params, output_ids, priority, salt = wire
+        request_id, prompt_ids, params, output_ids, priority, salt, itl_ms, first_token_ms = wire
         return cls(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -188,6 +199,8 @@ class Request:
             output_ids=tuple(output_ids),
             priority=priority,
             salt=salt,
+            itl_target_ms=itl_ms,
+            first_token_ms=first_token_ms,
         )
 
 

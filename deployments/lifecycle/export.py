@@ -141,6 +141,8 @@ class ExportServer:
                 output_ids=given.output_ids,
                 priority=given.priority,
                 salt=given.salt,
+                itl_target_ms=given.itl_target_ms,
+                first_token_ms=given.first_token_ms,
             )
             self._sessions[request_id] = _Session(
                 link,

@@ -463,6 +463,8 @@ class StreamTable:
             output_ids=request.output_ids,
             priority=request.priority,
             salt=request.salt,
+            itl_target_ms=request.itl_target_ms,
+            first_token_ms=request.first_token_ms,
         )
 
     async def _pull(self, stream: _Stream, prefill: str, first_token: int) -> None:

@@ -25,6 +25,9 @@ MARGIN = 0.8
 """Share of an inter-token target that a step is planned to take: the rest is for noise, sampling
 and the way to the client."""
 
+DUE_MARGIN = 0.9
+"""Share of the time to a first token that its prompt is planned to take: steps are whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -131,7 +134,7 @@ def _needed(
         ahead += demand.tokens
         if demand.level > limit_level or demand.due_s is None:
             continue
-        slack_s = demand.due_s - now
+        slack_s = DUE_MARGIN * (demand.due_s - now)
         each_s = 1.0 / max(cost.prompt_tokens(1.0, demand.first_token), 1e-9)
         # `ahead` tokens in steps of x take ahead / x * (streams_s + x * each_s).
         spare_s = slack_s - ahead * each_s

@@ -58,6 +58,15 @@ class Tracked:
     limit_tokens: int
     """Prompt and output together."""
 
+    due_s: float | None = None
+    """When its first token is due, on the scheduler's clock."""
+
+    itl_s: float | None = None
+    """Gap between two tokens that it was promised."""
+
+    skipped_since: float | None = None
+    """First of the steps in a row that left it out for the sake of more urgent streams."""
+
     remote: bool = False
     """Its KV will be imported, unless that fails."""
 
@@ -95,6 +104,11 @@ class Tracked:
         if len(self._known) != len(self.token_ids):
             self._known = tuple(self.token_ids)
         return self._known
+
+    @property
+    def decoding(self) -> bool:
+        """All it lacks is the KV of its last token: the next step gives it a new one."""
+        return self.num_computed + 1 == len(self.token_ids)
 
     @property
     def preemptible(self) -> bool:

@@ -15,14 +15,20 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from engine.cache.blocks import BlockManager
 from engine.config import SchedulerConfig
 from engine.errors import Overloaded, RequestError
 from engine.request import FinishReason, Request, RequestId, SampledToken
+from engine.scheduling.cost import StepCost, StepWork, prompt_work, row_work
+from engine.scheduling.pacing import Demand, Stream, pace
 from engine.scheduling.plan import Chunk, Entered, StepPlan, StepResult
 from engine.scheduling.requests import State, Tracked
 from engine.scheduling.waiting import WaitingQueue
+
+_LOOK_AHEAD = 32
+"""Waiting prompts whose deadlines a step's budget takes into account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +60,33 @@ class _Step:
 
     now: float
     budget: int
+    prompt_budget: int
+    """Part of the budget that chunks of more than one token may take."""
+
+    skipped: frozenset[RequestId]
+    """Streams that sit this step out."""
+
     scheduled: dict[RequestId, tuple[Tracked, int]] = field(
         default_factory=lambda: dict[RequestId, tuple[Tracked, int]]()
     )
     preempted: set[RequestId] = field(default_factory=lambda: set[RequestId]())
 
+    @property
+    def room(self) -> int:
+        """Tokens of prompts that still fit."""
+        return min(self.budget, self.prompt_budget)
+
     def schedule(self, tracked: Tracked, num_tokens: int) -> None:
         self.scheduled[tracked.request_id] = (tracked, num_tokens)
         self.budget -= num_tokens
+        if num_tokens > 1:
+            self.prompt_budget -= num_tokens
 
     def drop(self, tracked: Tracked) -> None:
         _, num_tokens = self.scheduled.pop(tracked.request_id, (tracked, 0))
         self.budget += num_tokens
+        if num_tokens > 1:
+            self.prompt_budget += num_tokens
 
     def outranked(self, level: int) -> Tracked | None:
         """Least urgent request whose share of a prompt should make way for one of `level`."""
@@ -106,6 +127,9 @@ class Scheduler:
         self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
         self._preempted: list[RequestId] = []  # not yet announced in a plan
         self._left: list[RequestId] = []  # not yet announced in a plan
+        self.cost = StepCost()
+        self._work = StepWork()  # of the plan in flight
+        self._planned_at = 0.0
 
     @property
     def config(self) -> SchedulerConfig:
@@ -186,6 +210,8 @@ class Scheduler:
             arrival=self._num_arrived,
             queued_at=now,
             limit_tokens=min(self._max_context_tokens, self.blocks.config.capacity_tokens),
+            due_s=None if request.first_token_ms is None else now + request.first_token_ms / 1000,
+            itl_s=None if request.itl_target_ms is None else request.itl_target_ms / 1000,
             remote=remote,
             hold_until=hold_until,
             token_ids=list(request.token_ids),
@@ -275,7 +301,7 @@ class Scheduler:
         The caller executes the plan and answers with `commit` or `abandon` before it plans again.
         """
         assert self._in_flight is None, "the last plan was not committed"
-        step = _Step(now, self.config.max_step_tokens)
+        step = self._begin_step(now)
         self._plan_running(step)
         # Blocks taken from one request to keep others running are not for a newcomer, unless
         # nobody is left to use them.
@@ -293,11 +319,13 @@ class Scheduler:
         self._left.clear()
         self._in_flight = plan
         self._in_flight_ids = frozenset(step.scheduled)
+        self._work, self._planned_at = _work_of(step.scheduled.values()), now
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Committed]:
         """Take in what a pass produced, in the order of the plan's chunks."""
         deferred = self._land(plan)
+        self.cost.observe(self._work, max(0.0, now - self._planned_at))
         committed: list[Committed] = []
         for chunk in plan.chunks:
             ended = deferred.get(chunk.request_id)
@@ -350,15 +378,61 @@ class Scheduler:
 
     # Planning
 
+    def _begin_step(self, now: float) -> _Step:
+        """An empty step with the budgets that the targets of requests allow."""
+        most = self.config.max_step_tokens
+        if not self.config.pacing or all(t.itl_s is None for t in self._running):
+            return _Step(now, most, most, frozenset())
+        decoding = [t for t in self._running if t.decoding and not t.paused]
+        streams = [
+            Stream(
+                t.level,
+                t.itl_s,
+                row_work(len(t.token_ids)),
+                0.0 if t.skipped_since is None else now - t.skipped_since,
+            )
+            for t in decoding
+        ]
+        decided = pace(
+            self.cost,
+            streams,
+            self._demands(now),
+            now=now,
+            max_prompt_tokens=most,
+            min_prompt_tokens=min(self.config.min_prompt_tokens, most),
+            max_skip_s=self.config.ageing_s,
+        )
+        for i, tracked in enumerate(decoding):
+            if i not in decided.skipped:
+                tracked.skipped_since = None
+            elif tracked.skipped_since is None:
+                tracked.skipped_since = now
+        skipped = frozenset(decoding[i].request_id for i in decided.skipped)
+        return _Step(now, most, decided.prompt_tokens, skipped)
+
+    def _demands(self, now: float) -> Iterable[Demand]:
+        """Prompts in sight: those that run, and the first that wait."""
+        for t in self._running:
+            if not t.decoding and not t.paused:
+                left = len(t.token_ids) - t.num_computed
+                yield Demand(t.level, left, t.due_s, t.num_computed)
+        for t in islice(self._waiting, _LOOK_AHEAD):
+            if not t.remote and not t.paused:
+                yield Demand(self._waiting.aged_priority(t, now), len(t.token_ids), t.due_s)
+
     def _plan_running(self, step: _Step) -> None:
-        decoding = [t for t in self._running if t.num_computed + 1 == len(t.token_ids)]
-        prompting = [t for t in self._running if t.num_computed + 1 < len(t.token_ids)]
+        decoding = [t for t in self._running if t.decoding]
+        prompting = [t for t in self._running if not t.decoding]
         for tracked in (*decoding, *prompting):
             if step.budget == 0:
                 return
             if tracked.paused or tracked.state is not State.RUNNING:  # or preempted a moment ago
                 continue
+            if tracked.request_id in step.skipped:
+                continue
             num_tokens = self._share(tracked, step)
+            if num_tokens == 0:
+                continue
             if self._extend(tracked, tracked.num_computed + num_tokens, step):
                 step.schedule(tracked, num_tokens)
 
@@ -376,7 +450,7 @@ class Scheduler:
 
     def _plan_waiting(self, step: _Step) -> None:
         while (tracked := self._waiting.first(step.now)) is not None:
-            if step.budget == 0 and not tracked.remote:
+            if step.room == 0 and not tracked.remote:
                 level = self._waiting.aged_priority(tracked, step.now)
                 if step.outranked(level) is None:
                     return
@@ -397,13 +471,12 @@ class Scheduler:
         return True
 
     def _schedule_admitted(self, tracked: Tracked, step: _Step) -> None:
-        outranked = step.outranked(tracked.level) if step.budget == 0 else None
+        outranked = step.outranked(tracked.level) if step.room == 0 else None
         if outranked is not None:
             step.drop(outranked)
-        if step.budget > 0:
-            step.schedule(tracked, self._share(tracked, step))
-        if outranked is not None and step.budget > 0:
-            step.schedule(outranked, self._share(outranked, step))
+        for candidate in (tracked, outranked):
+            if candidate is not None and (share := self._share(candidate, step)) > 0:
+                step.schedule(candidate, share)
 
     def _admit_by_preempting(self, tracked: Tracked, step: _Step) -> bool:
         priority = tracked.request.priority
@@ -434,7 +507,8 @@ class Scheduler:
     def _share(self, tracked: Tracked, step: _Step) -> int:
         """Tokens of this request that the step computes."""
         wanted = len(tracked.token_ids) - tracked.num_computed
-        return min(wanted, step.budget, self.config.max_chunk_tokens)
+        room = step.budget if wanted == 1 else step.room
+        return min(wanted, room, self.config.max_chunk_tokens)
 
     def _chunk(self, tracked: Tracked, num_tokens: int) -> Chunk:
         first = tracked.num_computed
@@ -587,3 +661,16 @@ class Scheduler:
                 code="context_length_exceeded",
                 param="messages",
             )
+
+
+def _work_of(scheduled: Iterable[tuple[Tracked, int]]) -> StepWork:
+    rows = prompt_tokens = reads = 0
+    for tracked, num_tokens in scheduled:
+        if num_tokens == 1:
+            rows += 1
+            reads += tracked.num_computed + 1
+        else:
+            part = prompt_work(tracked.num_computed, num_tokens)
+            prompt_tokens += part.prompt_tokens
+            reads += part.reads
+    return StepWork(rows, prompt_tokens, reads)

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.scheduling.cost import StepCost, StepWork, prompt_work, row_work
-from engine.scheduling.pacing import MARGIN, Demand, Stream, pace
+from engine.scheduling.pacing import DUE_MARGIN, MARGIN, Demand, Stream, pace
 
 BASE_S, ROW_S, TOKEN_S = 2e-3, 1e-3, 1e-4
 
@@ -61,8 +61,8 @@ def test_a_step_grows_for_a_first_token_that_can_still_be_in_time(cost):
     urgent = decide(cost, eight, [prompt(400, due_s=0.08)]).prompt_tokens
     streams_s = BASE_S + 8 * ROW_S
     assert relaxed == pytest.approx((MARGIN * 0.02 - streams_s) / TOKEN_S, rel=0.1)
-    # 400 tokens in steps of x take 400 / x * (streams + x * token) <= 0.08
-    assert urgent == pytest.approx(400 * streams_s / (0.08 - 400 * TOKEN_S), rel=0.1)
+    # 400 tokens in steps of x take 400 / x * (streams + x * token) <= 0.9 * 0.08
+    assert urgent == pytest.approx(400 * streams_s / (DUE_MARGIN * 0.08 - 400 * TOKEN_S), rel=0.1)
     assert urgent > relaxed
 
 
