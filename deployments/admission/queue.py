@@ -14,8 +14,10 @@ a restarted queue is right as soon as the replicas have reported.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
+from deployments.explain.queueing import Arrival, QueueFacts, Standing, top
 from deployments.link.messages import Acquire, Grant, Report
 from engine.errors import ConfigError, EngineError, Overloaded, RequestError
 
@@ -81,6 +83,7 @@ class _Waiter:
     key: OrderKey
     since: float
     deadline: float
+    arrival: Arrival
     waiting: bool = True
 
 
@@ -144,6 +147,10 @@ class AdmissionQueue:
         self._arrivals = 0
         self._grants = 0
         self._without_replica_since: float | None = None
+        self._standing = Standing()
+        self._waiting_at: Counter[int] = Counter()
+        """Entries that wait, by priority."""
+
         self._interval_s: float | None = None
         """Smoothed time between grants while entries waited."""
 
@@ -201,7 +208,9 @@ class AdmissionQueue:
         if acquire.remaining_ms is not None:
             wait_s = min(wait_s, acquire.remaining_ms / 1000)
         self._arrivals += 1
-        waiter = _Waiter(gateway_id, acquire, order_key(acquire, self._arrivals), now, now + wait_s)
+        key = order_key(acquire, self._arrivals)
+        waiter = _Waiter(gateway_id, acquire, key, now, now + wait_s, self._arrival(acquire))
+        self._waiting_at[acquire.priority] += 1
         self._waiters[gateway_id, acquire.ticket] = waiter
         heapq.heappush(self._order, (waiter.key, waiter))
         self._alarms.push(waiter.deadline, waiter)
@@ -271,6 +280,7 @@ class AdmissionQueue:
             promised[promise.replica_id] = promised.get(promise.replica_id, 0) + promise.n
         for replica_id, replica in self._replicas.items():
             assert replica.promised == promised.get(replica_id, 0), "promises drifted"
+        assert self._waiting_at == Counter(w.acquire.priority for w in self._waiters.values())
         live = [w for _, w in self._order if w.waiting]
         assert len(live) == len(self._waiters), "an entry is lost or doubled"
         assert all(self._waiters[w.gateway_id, w.acquire.ticket] is w for w in live)
@@ -368,6 +378,7 @@ class AdmissionQueue:
         self._grants += 1
         grant_id = self._grants
         n = waiter.acquire.n
+        facts = self._facts(waiter, now)
         expires_at = now + self._limits.grant_expiry_s
         self._promises[grant_id] = _Promise(
             waiter.gateway_id, replica.report.replica_id, n, expires_at
@@ -380,8 +391,22 @@ class AdmissionQueue:
             epoch=self.epoch,
             replica_id=replica.report.replica_id,
             expiry_ms=int(self._limits.grant_expiry_s * 1000),
+            facts=facts,
         )
         return Granted(waiter.gateway_id, waiter.acquire.ticket, grant)
+
+    def _arrival(self, acquire: Acquire) -> Arrival:
+        """The queue as this entry finds it, before it joins."""
+        waiting = {_tier(p): count for p, count in self._waiting_at.items()}
+        ahead = sum(n for p, n in self._waiting_at.items() if p <= acquire.priority)
+        return self._standing.arrived(waiting, ahead)
+
+    def _facts(self, waiter: _Waiter, now: float) -> QueueFacts:
+        """Of a grant about to be made, for whoever explains it."""
+        scores = top((key, r.free) for key, r in self._replicas.items() if r.usable)
+        tier = _tier(waiter.acquire.priority)
+        waited_s = now - waiter.since
+        return self._standing.granted(tier, waiter.arrival, waited_s, "most free slots", scores)
 
     def _drop_promise(self, grant_id: int) -> None:
         promise = self._promises.pop(grant_id, None)
@@ -392,6 +417,10 @@ class AdmissionQueue:
 
     def _leave(self, waiter: _Waiter) -> None:
         waiter.waiting = False
+        priority = waiter.acquire.priority
+        self._waiting_at[priority] -= 1
+        if not self._waiting_at[priority]:
+            del self._waiting_at[priority]
         del self._waiters[waiter.gateway_id, waiter.acquire.ticket]
 
     def _head(self) -> _Waiter | None:
@@ -419,3 +448,10 @@ class AdmissionQueue:
         """When `ahead` entries will have been served, at the pace of late: between 1 and 60 s."""
         pace_s = self._interval_s if self._interval_s is not None else 1.0
         return min(max(ahead * pace_s, 1.0), 60.0)
+
+
+def _tier(priority: int) -> str:
+    """What a priority is called in explanations."""
+    if priority == 0:
+        return "default"
+    return "resumed" if priority < -(1 << 15) else f"priority {priority}"

@@ -17,7 +17,7 @@ both ways          HELLO PROOF BEAT BYE
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -72,7 +72,7 @@ class Grant:
 
     replica_id: str
     expiry_ms: int
-    facts: QueueFacts | None = None
+    facts: QueueFacts | None = field(default=None, compare=False)
     """For whoever explains the request. A submit carries its grant without them."""
 
     def to_wire(self) -> list[Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
+from deployments.explain.queueing import QueueFacts
 from deployments.link.messages import Acquire, Grant, Report
 from engine.errors import ConfigError, Overloaded, RequestError
 
@@ -326,3 +327,27 @@ def test_limits_that_cannot_work_are_refused() -> None:
         QueueLimits(max_waiting=-1)
     with pytest.raises(ConfigError, match="grant_expiry_s=0"):
         QueueLimits(grant_expiry_s=0)
+
+
+def test_a_grant_tells_behind_whom_its_entry_stood_and_who_went_first() -> None:
+    queue = make_queue(grant_expiry_s=60.0)
+    queue.replica_reported(report("d1", 1), 0.0)
+    queue.acquire("g1", ask(1), 0.0)  # takes the slot
+    queue.acquire("g1", ask(2), 1.0)
+    queue.acquire("g1", ask(3, priority=5), 1.0)
+    queue.acquire("g1", ask(4), 2.0)
+    queue.check()
+    facts: dict[int, QueueFacts | None] = {}
+    for now in (3.0, 4.0):
+        for action in queue.release("g1", len(facts) + 1, now):
+            assert isinstance(action, Granted)
+            facts[action.ticket] = action.grant.facts
+    assert facts[4] == QueueFacts(
+        ahead=1,  # ticket 2; ticket 3 is less urgent
+        waiting=(("default", 1), ("priority 5", 1)),
+        granted_before=(("default", 1),),
+        waited_s=2.0,
+        rule="most free slots",
+        scores=(("d1", 1.0),),
+    )
+    queue.check()
