@@ -77,10 +77,9 @@ class Resamples:
         """`length` is the mean block; `level` the share that intervals cover, such as 0.95."""
         self.length = length
         self._tails = (100 * (1 - level) / 2, 100 * (1 + level) / 2)
-        self._usable = num_requests >= MIN_REQUESTS
         rng = np.random.default_rng(seed)
         n = num_requests
-        counts = np.zeros((num_resamples if self._usable else 0, n), dtype=np.float32)
+        counts = np.zeros((num_resamples if n >= MIN_REQUESTS else 0, n), dtype=np.float32)
         at = np.arange(n)
         for row in counts:
             starts_here = rng.random(n) < 1.0 / length
@@ -98,43 +97,63 @@ class Resamples:
         *,
         max_additions: int,
     ) -> list[Interval | None]:
-        """Of `values`, each belonging to the request `owners` names: one a request or many.
-
-        Where all resamples would take more than `max_additions` additions, fewer are used, but
-        never fewer than 100.
-        """
-        if not self._usable or not len(values):
-            return [None] * len(percents)
-        order = np.argsort(values, kind="stable")
-        ordered, ordered_owners = values[order], owners[order]
-        taken: list[Floats] = []
-        for row in self._counts[: max(100, max_additions // len(values))]:
-            reached = np.cumsum(row[ordered_owners], dtype=np.float64)
-            if reached[-1] == 0:
-                continue  # None of the requests that have such a value was drawn.
-            ranks = [nearest_rank(int(reached[-1]), percent) + 1 for percent in percents]
-            taken.append(ordered[np.searchsorted(reached, ranks)])
-        if not taken:
-            return [None] * len(percents)
-        table = np.array(taken)
-        return [self._interval(table[:, i]) for i in range(len(percents))]
+        """Intervals of percentiles of `values`; see `quantile_table`."""
+        table = self.quantile_table(values, owners, percents, max_additions=max_additions)
+        return [self.interval(column) for column in table.T]
 
     def mean(self, values: Floats, owners: NDArray[np.intp]) -> Interval | None:
-        """Of the mean of `values`."""
+        """Of the mean of `values`, each belonging to the request `owners` names."""
+        n = self._counts.shape[1]
         return self.ratio(
-            np.bincount(owners, weights=values, minlength=self._counts.shape[1]).astype(np.float64),
-            np.bincount(owners, minlength=self._counts.shape[1]).astype(np.float64),
+            np.bincount(owners, weights=values, minlength=n).astype(np.float64),
+            np.bincount(owners, minlength=n).astype(np.float64),
         )
 
     def ratio(self, above: Floats, below: Floats) -> Interval | None:
         """Of a sum over requests divided by another; one number a request each."""
-        if not self._usable or not below.any():
-            return None
+        return self.interval(self.ratio_column(above, below))
+
+    # What intervals are made of: a figure of every resample, NaN where it has none.
+
+    def quantile_table(
+        self,
+        values: Floats,
+        owners: NDArray[np.intp],
+        percents: tuple[float, ...],
+        *,
+        max_additions: int,
+    ) -> Floats:
+        """`[resamples, percents]` of `values`, each belonging to the request `owners` names: one
+        a request or many.
+
+        Where all resamples would take more than `max_additions` additions, fewer are used, but
+        never fewer than 100.
+        """
+        if not len(values):
+            return np.full((len(self._counts), len(percents)), np.nan)
+        order = np.argsort(values, kind="stable")
+        ordered, ordered_owners = values[order], owners[order]
+        rows = self._counts[: max(100, max_additions // len(values))]
+        table = np.full((len(rows), len(percents)), np.nan)
+        for out, row in zip(table, rows, strict=True):
+            reached = np.cumsum(row[ordered_owners], dtype=np.float64)
+            if reached[-1] == 0:
+                continue  # None of the requests that have such a value was drawn.
+            ranks = [nearest_rank(int(reached[-1]), percent) + 1 for percent in percents]
+            out[:] = ordered[np.searchsorted(reached, ranks)]
+        return table
+
+    def ratio_column(self, above: Floats, below: Floats) -> Floats:
+        """`[resamples]`: sum of `above` over sum of `below`."""
         divisors = self._counts @ below
         sums = self._counts @ above
         kept = divisors > 0
-        return self._interval(sums[kept] / divisors[kept]) if kept.any() else None
+        return np.divide(sums, divisors, out=np.full(len(sums), np.nan), where=kept)
 
-    def _interval(self, values: Floats) -> Interval:
+    def interval(self, values: Floats) -> Interval | None:
+        """What most of a column lies between; None of too few requests, or nothing."""
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return None
         low, high = np.percentile(values, self._tails)
         return Interval(float(low), float(high))
