@@ -240,7 +240,7 @@ def chat(
 
     Ctrl-C cancels the answer that is being written, and leaves at the prompt; so does Ctrl-D.
     """
-    client = ChatClient(url or _default_url(), api_key=api_key)
+    client = ChatClient(url or default_url(), api_key=api_key)
     available = client.models()
     if not available:
         raise ClusterError(f"{client.url} serves no model; add one to the gateway's `models`")
@@ -331,7 +331,7 @@ def _show(*, to_stderr: bool) -> Callable[[str], None]:
     return write
 
 
-def _default_url() -> str:
+def default_url() -> str:
     """The running session's, else where one listens by default."""
     from cluster import session
 

@@ -28,6 +28,7 @@ _LAZY = {
     "bench": "cluster.bench.command:bench",
     "chat": "cluster.chat:chat",
     "gpus": "cluster.gpus:gpus",
+    "replay": "cluster.replay.command:replay",
     "report": "cluster.report.command:report",
     "verify": "cluster.verify:verify",
 }

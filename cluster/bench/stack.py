@@ -77,16 +77,16 @@ class Stack:
 
     def models(self) -> list[ServedModel]:
         """What is deployed. Raises ClusterError for a cluster that is not ours."""
-        return models_in(self._deployed())
+        return models_in(self.configs())
 
     def gateway(self) -> str:
         """Name of the application that clients talk to. Raises ClusterError if there is none."""
-        for config in self._deployed():
+        for config in self.configs():
             if config.get("import_path") == GATEWAY_BUILDER:
                 return config["name"]
         raise ClusterError(f"{self.url}: no application there is built by {GATEWAY_BUILDER}")
 
-    def _deployed(self) -> list[dict[str, Any]]:
+    def configs(self) -> list[dict[str, Any]]:
         """Configurations of all applications, as Serve holds them."""
         state, record = self._ours()
         token = state.ray_token().read_text().strip()

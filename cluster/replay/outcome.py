@@ -147,6 +147,10 @@ class RunEnd:
     client_cpu_s: float = 0.0
     """CPU seconds of all processes that sent requests, from the run's beginning to its end."""
 
+    client_wait_s: float | None = None
+    """Seconds in which the client could have run but had no core: lateness that is the machine's.
+    None where the system does not tell (Linux does)."""
+
     client_processes: int = 1
 
 

@@ -303,7 +303,7 @@ class _Planner:
         for request in requests:
             if request.session is not None:
                 sessions.setdefault(request.session, []).append(request)
-        waiting: dict[Part, list[TraceRequest]] = {}
+        waiting: list[list[TraceRequest]] = [[] for _ in parts]
         begun: set[str] = set()
         for request in requests:
             if request.session is not None:
@@ -311,15 +311,12 @@ class _Planner:
                     begun.add(request.session)
                     yield rng.choices(parts, weights)[0], sessions[request.session]
                 continue
-            part = rng.choices(parts, weights)[0]
-            if part.turns == 1:
-                yield part, [request]
-                continue
-            group = waiting.setdefault(part, [])
-            group.append(request)
-            if len(group) == part.turns:
-                del waiting[part]
-                yield part, group
+            place = rng.choices(range(len(parts)), weights)[0]
+            part = parts[place]
+            waiting[place].append(request)
+            if len(waiting[place]) == part.turns:
+                yield part, waiting[place]
+                waiting[place] = []
 
     # Conversations
 
