@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from cluster.replay.arrivals import Profile
     from cluster.replay.mix import Part
+    from cluster.replay.replay import Spec
     from cluster.replay.trace import Trace
 
 
@@ -118,18 +119,49 @@ def replay(traces: tuple[str, ...], **options: Any) -> None:
     CSVs of lengths, and our gateway's own request log. Ctrl-C ends it with the report so far.
     """
     from cluster.chat import default_url
-    from cluster.replay.load import Patience
-    from cluster.replay.replay import RAW_FILE, Spec, offer, open_raw, prepare
-    from cluster.replay.retry import RetryPolicy
-    from cluster.replay.workload import Factors
+    from cluster.replay.replay import RAW_FILE, offer, open_raw, prepare
     from cluster.report.figures import summarise
     from cluster.report.files import write_report
     from cluster.report.single import headline
 
     slo = slo_of(options["slo"])
     prices = prices_of(options["price"], options["prices_file"], options["currency"])
+    spec = spec_of(traces, options)
+    prepared = prepare(
+        spec,
+        options["url"] or default_url(),
+        api_key=options["api_key"],
+        keys=_keys(options["keys"]),
+    )
+    run = prepared.run
+    rate = f"{run.rate:.2f} a second" if run.rate else f"{run.loop} loop"
+    say(f"{run.num_requests} requests to {run.url}, {rate}")
+    directory: Path | None = options["out"]
+    if directory is None:
+        done, outcomes = offer(prepared, say=say)
+        summary = summarise(done, outcomes, slo, prices)
+    else:
+        with open_raw(directory) as raw:
+            done, outcomes = offer(prepared, raw=raw, say=say)
+        summary = write_report(directory, done, outcomes, slo=slo, prices=prices).summary
+    if options["as_json"]:
+        emit(summary)
+        return
+    say(headline(summary))
+    if directory is not None:
+        say(f"raw result: {directory / RAW_FILE}")
+        click.echo(directory / "report.html")
+
+
+def spec_of(traces: Sequence[str], options: dict[str, Any]) -> Spec:
+    """What the options of `replay` ask for. Raises ConfigError, TraceError."""
+    from cluster.replay.load import Patience
+    from cluster.replay.replay import Spec
+    from cluster.replay.retry import RetryPolicy
+    from cluster.replay.workload import Factors
+
     read = _traces(traces, options["format_name"], options["tick"])
-    spec = Spec(
+    return Spec(
         traces=read,
         mix=_mix(options, read),
         factors=Factors(
@@ -158,30 +190,6 @@ def replay(traces: tuple[str, ...], **options: Any) -> None:
         tokenizer=options["tokenizer"],
         label=options["label"],
     )
-    prepared = prepare(
-        spec,
-        options["url"] or default_url(),
-        api_key=options["api_key"],
-        keys=_keys(options["keys"]),
-    )
-    run = prepared.run
-    rate = f"{run.rate:.2f} a second" if run.rate else f"{run.loop} loop"
-    say(f"{run.num_requests} requests to {run.url}, {rate}")
-    directory: Path | None = options["out"]
-    if directory is None:
-        done, outcomes = offer(prepared, say=say)
-        summary = summarise(done, outcomes, slo, prices)
-    else:
-        with open_raw(directory) as raw:
-            done, outcomes = offer(prepared, raw=raw, say=say)
-        summary = write_report(directory, done, outcomes, slo=slo, prices=prices).summary
-    if options["as_json"]:
-        emit(summary)
-        return
-    say(headline(summary))
-    if directory is not None:
-        say(f"raw result: {directory / RAW_FILE}")
-        click.echo(directory / "report.html")
 
 
 def _traces(arguments: Sequence[str], format_name: str | None, tick_s: float) -> tuple[Trace, ...]:
