@@ -133,7 +133,7 @@ class Registry:
         """`replica`, this process's own id, is put on its own series when they are rendered. Behind
         a balancer scrapes reach now one gateway and now another, which must not look like one."""
         self.catalogue = catalogue
-        self._replica = replica
+        self.replica = replica
         self._own: dict[str, dict[Labels, Series]] = {}
         self._merged: dict[str, dict[str, list[tuple[Labels, _Value]]]] = {}
         self._bounds = {
@@ -246,7 +246,7 @@ class Registry:
         """Everything in the Prometheus text format 0.0.4, to be sent as `CONTENT_TYPE`."""
         lines: list[str] = []
         merged = list(self._merged.items())
-        mine = () if self._replica is None else (self._replica,)
+        mine = () if self.replica is None else (self.replica,)
         for metric in self.catalogue.values():
             name = metric.name
             own = (*metric.labels, "replica") if mine else metric.labels

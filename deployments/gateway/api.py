@@ -19,6 +19,7 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import Edge, call_of, read_body
 from deployments.gateway.errors import Failure, describe, refusal, retry_after
 from deployments.gateway.openai import model_body
+from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
     Plan,
     find_model,
@@ -171,6 +172,7 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 
+    add_page(app, get_state)
     app.openapi = lambda: _openapi(app)
     return app
 

@@ -112,6 +112,7 @@ class GatewayProcess:
             try:
                 now = asyncio.get_running_loop().time()
                 self._figures.sample(self.state.config, self.models.clients(), now)
+                self.state.live.checkpoint(asyncio.get_running_loop().time())
                 if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:
                     to_ray.export()
             except Exception:

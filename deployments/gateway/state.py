@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog
+from deployments.gateway.live import LiveView
 from deployments.metrics import Registry
 
 
@@ -21,11 +23,13 @@ class GatewayState:
     metrics: Registry
     config: GatewayConfig = field(default_factory=GatewayConfig)
     log: EventLog = field(init=False)
+    live: LiveView = field(init=False)
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.config.event_log_size)
+        self.live = LiveView(self.metrics, time.time)
 
     def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:
         """Adopt a configuration for requests to come. Raises ConfigError and changes nothing."""
