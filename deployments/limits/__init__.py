@@ -1,0 +1,1 @@
+"""What a tenant or key may take a minute, and at once."""

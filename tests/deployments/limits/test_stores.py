@@ -1,0 +1,155 @@
+"""Both stores keep the same promises."""
+
+import asyncio
+import math
+
+import pytest
+from redis_server import redis_server
+
+from deployments.limits.redis import RedisStore
+from deployments.limits.store import Claim, Denied, MemoryStore, Taken
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with redis_server(str(tmp_path_factory.mktemp("redis"))) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request):
+    if request.param == "memory":
+        store = MemoryStore()
+    else:
+        url = request.getfixturevalue("redis").url
+        store = RedisStore(url, prefix=request.node.name, timeout_s=20)
+    yield store
+    await store.close()
+
+
+def tokens(cost, limit=1000, owner="tenant:a"):
+    return Claim(owner, "tokens", limit, cost)
+
+
+def requests(limit=5, owner="tenant:a"):
+    return Claim(owner, "requests", limit, 1)
+
+
+def at_once(limit=2, owner="tenant:a"):
+    return Claim(owner, "concurrency", limit, 1)
+
+
+async def test_fifty_calls_at_once_cannot_take_a_token_more_than_the_limit(store):
+    answers = await asyncio.gather(*(store.take(f"r{i}", [tokens(70)]) for i in range(50)))
+    assert sum(isinstance(answer, Taken) for answer in answers) == 1000 // 70
+    denied = next(answer for answer in answers if isinstance(answer, Denied))
+    assert denied.claim.kind == "tokens"
+    assert 59 < denied.wait_s <= 62
+    assert denied.standings["tenant:a:tokens"].remaining == 1000 % 70
+
+
+async def test_two_gateways_share_one_limit(redis):
+    stores = [RedisStore(redis.url, prefix="two", timeout_s=20) for _ in range(2)]
+    answers = await asyncio.gather(*(stores[i % 2].take(f"r{i}", [tokens(70)]) for i in range(50)))
+    assert sum(isinstance(answer, Taken) for answer in answers) == 1000 // 70
+    for store in stores:
+        await store.close()
+
+
+async def test_a_request_takes_all_of_its_claims_or_none(store):
+    first = await store.take("a", [requests(), at_once(1), tokens(900)])
+    assert isinstance(first, Taken)
+    for _ in range(10):
+        denied = await store.take("b", [requests(), at_once(1), tokens(50)])
+        assert isinstance(denied, Denied)
+        assert denied.claim.kind == "concurrency"
+        assert denied.wait_s is None
+    await store.give_back(first, unused_tokens=900)
+    # Ten refusals took nothing: the request of before is the only one that counts.
+    again = await store.take("c", [requests(2), at_once(1), tokens(1000)])
+    assert isinstance(again, Taken)
+    assert again.standings["tenant:a:requests"].remaining == 0
+
+
+async def test_unused_tokens_come_back_and_used_ones_do_not(store):
+    taken = await store.take("a", [tokens(800)])
+    assert isinstance(await store.take("b", [tokens(300)]), Denied)
+    await store.give_back(taken, unused_tokens=100)
+    assert isinstance(await store.take("c", [tokens(301)]), Denied)
+    assert isinstance(await store.take("d", [tokens(300)]), Taken)
+
+
+async def test_more_than_the_whole_limit_is_told_so(store):
+    denied = await store.take("a", [tokens(1001)])
+    assert isinstance(denied, Denied)
+    assert denied.wait_s == math.inf
+
+
+async def test_owners_do_not_share(store):
+    assert isinstance(await store.take("a", [tokens(1000)]), Taken)
+    assert isinstance(await store.take("b", [tokens(1000, owner="tenant:b")]), Taken)
+    assert isinstance(await store.take("c", [tokens(1), tokens(1, owner="key:k")]), Denied)
+    assert isinstance(await store.take("d", [tokens(1000, owner="key:k")]), Taken)
+
+
+async def test_a_denial_names_the_first_limit_without_room(store):
+    assert isinstance(await store.take("a", [requests(1), tokens(1000)]), Taken)
+    denied = await store.take("b", [requests(1), tokens(1)])
+    assert isinstance(denied, Denied)
+    assert denied.claim == requests(1)
+
+
+async def test_a_window_passes_in_redis_too(redis):
+    store = RedisStore(redis.url, prefix="passes", window_s=0.6, timeout_s=20)
+    taken = await store.take("a", [tokens(1000)])
+    assert isinstance(taken, Taken)
+    denied = await store.take("b", [tokens(10)])
+    assert isinstance(denied, Denied)
+    assert 0 < denied.wait_s <= 0.62
+    await asyncio.sleep(denied.wait_s)
+    assert isinstance(await store.take("c", [tokens(1000)]), Taken)
+    await store.close()
+
+
+async def test_places_of_a_gateway_that_died_come_back_and_renewed_ones_stay(redis):
+    store = RedisStore(redis.url, prefix="dies", lease_s=0.4, timeout_s=20)
+    kept = await store.take("kept", [at_once(2)])
+    assert isinstance(await store.take("lost", [at_once(2)]), Taken)
+    assert isinstance(await store.take("c", [at_once(2)]), Denied)
+    for _ in range(3):
+        await asyncio.sleep(0.2)
+        await store.renew([kept])
+    assert isinstance(await store.take("d", [at_once(2)]), Taken)
+    assert isinstance(await store.take("e", [at_once(2)]), Denied)
+    await store.close()
+
+
+async def test_a_gateway_without_redis_counts_alone_and_goes_back(tmp_path):
+    now = 0.0
+    with redis_server(str(tmp_path)) as server:
+        store = RedisStore(server.url, timeout_s=20, clock=lambda: now)
+        shared = await store.take("a", [tokens(900), at_once(1)])
+        server.kill()
+        alone = await store.take("b", [tokens(900), at_once(1)])
+        assert isinstance(alone, Taken)
+        assert store.alone
+        assert isinstance(await store.take("c", [tokens(200)]), Denied)
+        await store.give_back(shared, 900)  # lost with Redis, and no error
+        server.start()
+        now = 6.0
+        assert isinstance(await store.take("d", [tokens(1000)]), Taken)
+        assert not store.alone
+        await store.give_back(alone, 900)
+        assert store.failures == 1
+        await store.close()
+
+
+def test_windows_that_nobody_uses_are_forgotten():
+    now = 0.0
+    store = MemoryStore(clock=lambda: now)
+    for i in range(100):
+        taken = store.take_now(f"r{i}", [tokens(1, owner=f"key:{i}")])
+        store.give_back_now(taken, 0)
+    now = 1000.0
+    store.take_now("last", [tokens(1)])
+    assert len(store._owners) == 1
