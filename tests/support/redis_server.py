@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from programs import program
+
 
 class RedisServer:
     def __init__(self, folder: str) -> None:
-        program = shutil.which("redis-server")
-        assert program is not None, "these tests need Redis: apt-get install redis-server"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [
-            *(program, "--port", str(self.port), "--bind", "127.0.0.1"),
+            *(
+                program("redis-server", "redis-server"),
+                "--port",
+                str(self.port),
+                "--bind",
+                "127.0.0.1",
+            ),
             *("--save", "", "--appendonly", "no", "--dir", folder),
         ]
         self._process: subprocess.Popen[bytes] | None = None
