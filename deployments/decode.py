@@ -24,6 +24,7 @@ from deployments.admission.actor import create_or_find_queue, remove_queue
 from deployments.admission.client import QueueReporter
 from deployments.background import background
 from deployments.engine_host import EngineHost
+from deployments.explain.asking import Answerer, Asker
 from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.prefill_pool import PrefillPool, ReplicaSource
@@ -89,6 +90,8 @@ class DecodeService:
             observer=self,
         )
         self.holds = PairHolds(self._busy)
+        self._asker = Asker()
+        self._answerer = Answerer({"journal": self._journal, "relay": self._relay})
 
     async def start(self, advertise_host: str) -> str:
         """Listen and begin stepping. Returns the link's address."""
@@ -160,6 +163,7 @@ class DecodeService:
             await self.reporter.close()
         if self._prefill_holds is not None:
             await self._prefill_holds.close()
+        self._answerer.close()
         if self._server is not None:
             await self._server.close("replica stops")
         if self._dialer is not None:
@@ -244,8 +248,29 @@ class DecodeService:
             else:
                 self._drained_by.discard(link.peer_id)
             self._report()
-            return
-        self.streams.on_message(link, message)
+        elif message[0] == Kind.ASK:
+            self._answerer.asked(link, message)
+        elif message[0] == Kind.TELL:
+            self._asker.told(link, message)
+        else:
+            self.streams.on_message(link, message)
+
+    def _journal(self, link: Link, stream_id: int) -> dict[str, Any] | None:
+        """What a gateway's own submit went through here."""
+        facts = self.streams.journal.tell(link.peer_id, stream_id, self.replica_id)
+        return None if facts is None else facts.to_wire()
+
+    async def _relay(self, link: Link, what: str, arguments: list[Any]) -> list[Any]:
+        """A gateway's question to all the others, which have no links to each other."""
+        assert self._server is not None
+        others = [
+            other
+            for other in self._server.links.values()
+            if other is not link and other.peer_role == "gateway"
+        ]
+        asked = (self._asker.ask(other, what, *arguments) for other in others)
+        told = await asyncio.gather(*asked)
+        return [None if answer is None else answer.value for answer in told]
 
     async def _greet_prefills(self, source: ReplicaSource, dialer: Dialer) -> None:
         """Have a link to every prefill replica before a prompt needs it; metrics use it, too."""
@@ -282,6 +307,7 @@ class DecodeService:
 
     def _on_close(self, link: Link, reason: CloseReason) -> None:
         self.streams.on_close(link, reason)
+        self._asker.lost(link)
         self._drained_by.discard(link.peer_id)
         self._report()
         self.holds.lost(link.peer_id)

@@ -252,6 +252,13 @@ class Engine:
                 for chunk in plan.chunks
                 if chunk.request_id in self._held
             ]
+        if plan.num_tokens > len(plan.chunks):  # more than a row each
+            out.prompts = [
+                (chunk.request_id, len(chunk.token_ids))
+                for chunk in plan.chunks
+                if len(chunk.token_ids) > 1 or not chunk.sample
+            ]
+        out.preempted = plan.preempted
         for entry in committed:
             output = self._say(entry)
             if output is not None:

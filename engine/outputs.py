@@ -49,6 +49,11 @@ class StepOutput:
     """Tokens computed by the forward pass."""
 
     duration_s: float = 0.0
+    prompts: list[tuple[RequestId, int]] = field(default_factory=list[tuple[RequestId, int]])
+    """Requests of which a share of the prompt was computed, and of how many tokens."""
+
+    preempted: tuple[RequestId, ...] = ()
+    """Requests that lost their blocks before this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

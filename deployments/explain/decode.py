@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from deployments.explain.costs import NOTHING, Estimate, StepCosts
 from deployments.explain.prefill import ChunkFacts, ChunkLog, PrefillFacts
 from deployments.explain.queueing import Scores
 from deployments.explain.steps import Step, StepRing
+from engine.transfer.transport import TransferNote
 
 STALL_FACTOR = 4.0
 """A gap this many times the median of its choice's gaps is a stall."""
@@ -37,14 +38,7 @@ class PullRecord:
     scores: Scores = ()
     """Prompt tokens under way at each prefill replica when this one was chosen."""
 
-    asked_s: float = 0.0
-    """The replica was asked; before that it was dialled."""
-
-    first_byte_s: float = 0.0
-    final_s: float = 0.0
-    """When the news came that the prompt is computed."""
-
-    bytes_at_final: int = 0
+    note: TransferNote = field(default_factory=TransferNote)
     ended_s: float = 0.0
     num_bytes: int = 0
     error: str = ""
@@ -53,7 +47,10 @@ class PullRecord:
     alone: bool = False
     """No other pull was under way here."""
 
-    prefill: PrefillFacts | None = None
+    @property
+    def prefill(self) -> PrefillFacts | None:
+        """What the prefill replica did for it; None until it said so."""
+        return None if self.note.told is None else PrefillFacts.from_wire(self.note.told)
 
 
 class DecodeRecord:
@@ -214,8 +211,6 @@ class DecodeFacts:
         wire["idle_prefill"] = self.idle_prefill.to_wire()
         wire["idle_step"] = self.idle_step.to_wire()
         wire["chunks"] = [chunk.to_wire() for chunk in self.chunks]
-        for told, pull in zip(wire["pulls"], self.pulls, strict=True):
-            told["prefill"] = None if pull.prefill is None else pull.prefill.to_wire()
         return wire
 
     @classmethod
@@ -233,8 +228,7 @@ class DecodeFacts:
 def _pull_from_wire(told: dict[str, Any]) -> PullRecord:
     values: dict[str, Any] = dict(told)
     values["scores"] = tuple((replica, score) for replica, score in told["scores"])
-    facts = told["prefill"]
-    values["prefill"] = None if facts is None else PrefillFacts.from_wire(facts)
+    values["note"] = TransferNote(**told["note"])
     return PullRecord(**values)
 
 
@@ -320,6 +314,9 @@ class DecodeJournal:
     def __init__(self, size: int = 512, steps: int = 16_384) -> None:
         self.steps = StepRing(steps)
         self.costs = StepCosts()
+        self.transfers = deque[float](maxlen=64)
+        """Exposed seconds of the last transfers that had the links to themselves."""
+
         self._size = size
         self._records: OrderedDict[tuple[str, int], DecodeRecord] = OrderedDict()
         self._told: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {}
@@ -362,4 +359,10 @@ class DecodeJournal:
         record = self._records.get(key)
         if record is None:
             return None
-        return record.fold(self.steps, self.costs, replica=replica, **self._told[key]())
+        return record.fold(
+            self.steps,
+            self.costs,
+            replica=replica,
+            idle_transfer_s=median(self.transfers) if self.transfers else None,
+            **self._told[key](),
+        )

@@ -353,10 +353,10 @@ def _pull(
 ) -> None:
     line, here = building.line, away.here
     told = pull.prefill
-    final_s = min(here(pull.final_s), ended_s) if pull.final_s else ended_s
+    final_s = min(here(pull.note.final_s), ended_s) if pull.note.final_s else ended_s
     between = None
     if told is not None:
-        exchange = (pull.asked_s, told.asked_s, told.sent_s, pull.final_s)
+        exchange = (pull.note.asked_s, told.asked_s, told.sent_s, pull.note.final_s)
         between = offset([exchange], facts.clock, told.clock)
     if told is None or between is None:
         line.to(final_s, "prefill", Phase.PREFILL, pull.replica)
@@ -466,7 +466,7 @@ def _idle(segments: Sequence[Segment], told: Sequence[tuple[Leg, DecodeFacts]]) 
         pull = pulled[0]
         assert pull.prefill is not None
         prompt = pull.prefill.idle
-        exposed_s = max(0.0, pull.ended_s - pull.final_s)
+        exposed_s = max(0.0, pull.ended_s - pull.note.final_s)
         known_s = facts.idle_transfer_s
         transfer_s = exposed_s if known_s is None else min(exposed_s, known_s)
         transfer = "this transfer itself" if known_s is None else "median of transfers alone"
@@ -636,12 +636,16 @@ def _prefill(told: Sequence[tuple[Leg, DecodeFacts]], done: PullRecord | None) -
 
 
 def _transfer(pull: PullRecord) -> dict[str, Any]:
-    hidden_s = pull.final_s - pull.first_byte_s if pull.first_byte_s and pull.final_s else 0.0
-    exposed_s = pull.ended_s - pull.final_s if pull.final_s and pull.ended_s else 0.0
+    hidden_s = (
+        pull.note.final_s - pull.note.first_byte_s
+        if pull.note.first_byte_s and pull.note.final_s
+        else 0.0
+    )
+    exposed_s = pull.ended_s - pull.note.final_s if pull.note.final_s and pull.ended_s else 0.0
     return {
         "replica": pull.replica,
         "bytes": pull.num_bytes,
-        "hidden_bytes": pull.bytes_at_final,
+        "hidden_bytes": pull.note.bytes_at_final,
         "hidden_s": max(0.0, hidden_s),
         "exposed_s": max(0.0, exposed_s),
         "alone": pull.alone,

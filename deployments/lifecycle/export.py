@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deployments.explain.clocks import clock_name
+from deployments.explain.costs import StepCosts
+from deployments.explain.prefill import ChunkLog
 from deployments.link.link import Link
 from deployments.link.messages import Kind
 from deployments.link.wire import CloseReason
@@ -32,6 +36,7 @@ class _Session:
     chain: tuple[bytes, ...]
     chain_tokens: int
     first_token: int
+    log: ChunkLog
     announced: bool = False
 
 
@@ -55,6 +60,7 @@ class ExportServer:
         self._pool = pool
         self._chain = chain
         self.max_unacked_bytes = max_unacked_bytes
+        self.costs = StepCosts()
         self._sessions: dict[str, _Session] = {}
         self._broken: str | None = None
 
@@ -94,6 +100,8 @@ class ExportServer:
 
     def on_step(self, step: StepOutput) -> None:
         """Ship what the step computed."""
+        now = time.monotonic()
+        self._note(step, now)
         finals: list[Output] = [out for out in step.outputs if out.finish is not None]
         for out in finals:
             session = self._sessions.get(out.request_id)
@@ -106,7 +114,14 @@ class ExportServer:
                 self._end(out.request_id)
             else:
                 # Before the last chunks: the receiver measures from here how long they took.
-                session.link.send([Kind.FINAL, session.transfer, out.token.to_wire()])
+                session.link.send(
+                    [
+                        Kind.FINAL,
+                        session.transfer,
+                        out.token.to_wire(),
+                        session.log.facts(clock_name(), time.monotonic(), self.costs).to_wire(),
+                    ]
+                )
         for computed in step.computed:
             self._computed(computed)
 
@@ -157,6 +172,7 @@ class ExportServer:
                 self._chain(request, chain_tokens),
                 chain_tokens,
                 first_token,
+                ChunkLog(time.monotonic()),
             )
             self._engine.submit(request, hold_s=LEASE_S)
         except (RequestError, Overloaded) as error:
@@ -166,6 +182,22 @@ class ExportServer:
         except EngineError as error:
             self._sessions.pop(request_id, None)
             link.send([Kind.FAIL, transfer, "prefill", str(error)])
+
+    def _note(self, step: StepOutput, now: float) -> None:
+        """What this step was, for whoever explains the requests in it."""
+        for computed in step.computed:
+            session = self._sessions.get(computed.request_id)
+            if session is not None:
+                log, tokens = session.log, computed.num_tokens - computed.first_token
+                if not log.num_chunks:
+                    log.cached_tokens = computed.first_token
+                log.add(now, step.duration_s, tokens, step.num_tokens - tokens)
+        if step.num_tokens:
+            prompts = step.prompts
+            tokens = sum(count for _, count in prompts)
+            self.costs.observe(
+                step.duration_s, step.num_tokens, len(step.outputs), len(prompts), tokens
+            )
 
     def _computed(self, computed: Computed) -> None:
         session = self._sessions.get(computed.request_id)

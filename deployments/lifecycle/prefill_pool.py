@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deployments.explain.decode import PullRecord
+from deployments.explain.queueing import top
 from deployments.holds import HoldKeeper
 from deployments.routing.choice import ReplicaChooser
 from engine.cache.hashing import hash_chain, root_hash
@@ -67,6 +69,7 @@ class PrefillPool:
         request: Request,
         blocks: tuple[int, ...],
         first_token: int,
+        record: PullRecord,
     ) -> Prefilled:
         """See `RemotePrefill`."""
         metadata = self._source.replicas().get(replica)
@@ -77,6 +80,7 @@ class PrefillPool:
         root = root_hash(engine.layout.fingerprint, request.salt)
         chain = tuple(hash_chain(root, request.token_ids, pool.block_tokens))
         attempt = str(next(self._attempts))
+        record.scores = top(self._chooser.tokens().items(), highest=False)
         self._chooser.begin(replica, attempt, request.num_tokens - first_token)
         self._hold.begin(replica)
         try:
@@ -86,6 +90,7 @@ class PrefillPool:
                 intake,
                 chain=chain,
                 chain_tokens=pool.block_tokens,
+                note=record.note,
             )
         except TransferError as error:
             if error.stage in _REPLICAS_FAULT:

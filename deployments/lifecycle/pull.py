@@ -17,6 +17,7 @@ from engine.models.model import KVLayout
 from engine.request import Request, SampledToken
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import ChunkHead, Manifest, Prefilled
+from engine.transfer.transport import TransferNote
 
 RENEW_EVERY_S = 5.0
 
@@ -27,6 +28,7 @@ class _Job:
     chain: tuple[bytes, ...]
     done: asyncio.Future[Prefilled]
     link: Link
+    note: TransferNote
     manifest: Manifest | None = None
     first: SampledToken | None = None
     first_at: float = 0.0
@@ -61,6 +63,7 @@ class PullClient:
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
+        note: TransferNote | None = None,
     ) -> Prefilled:
         """Bring tokens `[intake.first_token, intake.num_tokens)` of the request into the intake.
 
@@ -76,7 +79,9 @@ class PullClient:
             except LinkDown as error:
                 raise TransferError(f"prefill replica: {error}", stage="connect") from error
             done: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-            self._jobs[link, transfer] = job = _Job(intake, chain, done, link)
+            note = note or TransferNote()
+            note.asked_s = time.monotonic()
+            self._jobs[link, transfer] = job = _Job(intake, chain, done, link, note)
             asked = link.send(
                 [
                     Kind.PREFILL,
@@ -126,7 +131,9 @@ class PullClient:
                     job.manifest = manifest
                 case Kind.FINAL:
                     job.first = SampledToken.from_wire(message[2])
-                    job.first_at = time.monotonic()
+                    job.first_at = job.note.final_s = time.monotonic()
+                    job.note.bytes_at_final = job.intake.received_bytes
+                    job.note.told = message[3] if len(message) > 3 else None
                     self._maybe_finish(job)
                 case Kind.FAIL:
                     raise TransferError(message[3], stage=message[2])
@@ -149,6 +156,8 @@ class PullClient:
             return None
         if memory is not None:
             self._receiving[link] = (job, memory)
+            if not job.note.first_byte_s:
+                job.note.first_byte_s = time.monotonic()
         return memory
 
     def on_payload_done(self, link: Link, head: list[Any]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deployments.explain.decode import DecodeJournal, DecodeRecord, PullRecord
 from deployments.lifecycle.machine import (
     Action,
     Cancelled,
@@ -69,8 +70,10 @@ class RemotePrefill(Protocol):
         request: Request,
         blocks: tuple[int, ...],
         first_token: int,
+        record: PullRecord,
     ) -> Prefilled:
-        """Fill `blocks` from `first_token` on. Raises TransferError; never half done."""
+        """Fill `blocks` from `first_token` on. Raises TransferError; never half done. `record` is
+        filled in on the way."""
         ...
 
     def arrived(self, request: Request, prefilled: Prefilled) -> Output | None:
@@ -125,6 +128,7 @@ class _Stream:
     key: str
     """Unique on this replica; choice i runs in the engine as `{key}/{i}`."""
 
+    record: DecodeRecord
     timer: asyncio.TimerHandle | None = None
     pull: asyncio.Task[None] | None = None
     blocks: tuple[int, ...] = ()
@@ -147,6 +151,9 @@ class _Choice:
     stream: _Stream
     index: int
     engine_id: str
+    came: Callable[[float], None]
+    """To be told when each of its tokens came."""
+
     plain: bool = False
     """Its next token is text and nothing else: the first one has been told, and nobody asked for
     log-probabilities."""
@@ -191,6 +198,7 @@ class StreamTable:
         self.slots = slots
         self.remote = remote
         self.counters = Counters()
+        self.journal = DecodeJournal(size=log_size)
         self._engine = engine
         self._changed = changed
         self._observer = observer
@@ -199,6 +207,7 @@ class StreamTable:
         self._choices: dict[str, _Choice] = {}
         self._num_choices = 0
         self._serial = itertools.count(1)
+        self._pulling = 0
         self._broken: EngineError | None = None
 
     @property
@@ -262,6 +271,7 @@ class StreamTable:
                 choice.stream.blocks = reservation.blocks
                 self._run(choice.stream, Reserved(reservation.num_cached_tokens))
         now = time.monotonic()
+        self._note(step, now)
         choices, gaps = self._choices, dict[float, int]()
         frames: dict[Link, list[list[Any]]] = {}
         link: Link | None = None
@@ -278,6 +288,7 @@ class StreamTable:
                 event = [stream.stream_id, choice.index, text, ids, None, None, None]
                 last = choice.last_at
                 choice.last_at = now
+                choice.came(now)
                 choice.unlogged += 1
                 gaps[last] = gaps.get(last, 0) + 1
                 stream.ahead += 1
@@ -301,6 +312,30 @@ class StreamTable:
             self._observer.gaps([(now - last, times) for last, times in gaps.items()])
         for link, events in frames.items():
             self._send_step(link, events)
+
+    def _note(self, step: StepOutput, now: float) -> None:
+        """What this step was, for whoever explains the requests in it."""
+        prompts, rows = step.prompts, len(step.outputs)
+        prompt_tokens = 0
+        if prompts:
+            choices = self._choices
+            for request_id, tokens in prompts:
+                prompt_tokens += tokens
+                choice = choices.get(request_id)
+                if choice is not None and choice.index == 0:
+                    others = step.num_tokens - tokens
+                    choice.stream.record.chunks.add(now, step.duration_s, tokens, others)
+        for request_id in step.preempted:
+            choice = self._choices.get(request_id)
+            if choice is not None:
+                choice.stream.record.preempted.append(now)
+        if step.num_tokens:
+            count = len(prompts)
+            journal, seconds = self.journal, step.duration_s
+            journal.steps.add(
+                now, seconds, step.num_tokens, rows, count, prompt_tokens, len(step.preempted)
+            )
+            journal.costs.observe(seconds, step.num_tokens, rows, count, prompt_tokens)
 
     def fail_all(self, error: EngineError) -> None:
         """The engine is broken: refuse everything now and from now on."""
@@ -348,9 +383,11 @@ class StreamTable:
             deadline,
             now,
             f"{link.peer_id}:{submit.stream_id}:{next(self._serial)}",
+            DecodeRecord(submit.request.request_id, submit.stream_id, submit.request.salt, now),
             window_tokens=submit.window_tokens,
         )
         self._streams[key] = stream
+        self.journal.begin(link.peer_id, stream.record, lambda: _told(stream))
         self._num_choices += submit.n
         self.counters.submits += 1
         if deadline is not None:
@@ -437,7 +474,8 @@ class StreamTable:
     def _start(self, stream: _Stream, index: int, remote: bool) -> None:
         request = self._request_of(stream, index)
         engine_id = request.request_id
-        stream.choices[index] = self._choices[engine_id] = _Choice(stream, index, engine_id)
+        came = stream.record.times(index).append
+        stream.choices[index] = self._choices[engine_id] = _Choice(stream, index, engine_id, came)
         try:
             reservation = self._engine.submit(request, remote=remote)
         except EngineError as error:
@@ -471,22 +509,37 @@ class StreamTable:
         remote = self.remote
         assert remote is not None
         request = self._request_of(stream, 0)
-        started = time.monotonic()
+        record = PullRecord(prefill, time.monotonic())
+        stream.record.pulls.append(record)
+        self._pulling += 1
+        record.alone = self._pulling == 1
+        named = {"request_id": stream.record.request_id}
         try:
-            prefilled = await remote.pull(prefill, request, stream.blocks, first_token)
+            prefilled = await remote.pull(prefill, request, stream.blocks, first_token, record)
         except TransferError as error:
+            record.error = error.stage
             failures = self.counters.pull_failures
             failures[error.stage] = failures.get(error.stage, 0) + 1
-            logger.warning("pull of %s from %s failed: %s", stream.key, prefill, error)
+            logger.warning("pull of %s from %s failed: %s", stream.key, prefill, error, extra=named)
             other = remote.choose(request.num_tokens, prefill)
             self._run(stream, PullFailed(error.stage, str(error), other))
             return
         except Exception as error:
             # A fault of ours must not leave the stream waiting for ever: compute here instead.
-            logger.exception("pull of %s from %s broke", stream.key, prefill)
+            record.error = "internal"
+            logger.exception("pull of %s from %s broke", stream.key, prefill, extra=named)
             self._run(stream, PullFailed("internal", repr(error), None))
             return
-        self._observer.pulled(prefilled, time.monotonic() - started)
+        except asyncio.CancelledError:
+            record.error = "cancelled"
+            raise
+        finally:
+            self._pulling -= 1
+            record.ended_s = time.monotonic()
+        record.num_bytes = prefilled.num_bytes
+        if record.alone:
+            self.journal.transfers.append(prefilled.exposed_s)
+        self._observer.pulled(prefilled, record.ended_s - record.began_s)
         output = remote.arrived(request, prefilled)
         if output is None:
             return
@@ -517,7 +570,9 @@ class StreamTable:
         is_first = choice.num_tokens == 0
         choice.unlogged += 1
         choice.last_at = now
+        choice.came(now)
         if is_first:
+            stream.record.first_sent_s = stream.record.first_sent_s or now
             choice.first_at = now
             choice.plain = not logprobs
             if choice.index == 0:
@@ -579,6 +634,7 @@ class StreamTable:
     def _pause(self, stream: _Stream) -> None:
         if not stream.paused:
             stream.paused = True
+            stream.record.pauses.append(time.monotonic())
             for choice in stream.choices.values():
                 self._engine.pause(choice.engine_id)
 
@@ -589,6 +645,7 @@ class StreamTable:
         stream.ahead -= tokens
         if stream.paused and stream.ahead <= stream.window_tokens // 2:
             stream.paused = False
+            stream.record.pauses.append(time.monotonic())
             for choice in stream.choices.values():
                 self._engine.resume(choice.engine_id)
 
@@ -621,6 +678,27 @@ class StreamTable:
         how = "external_kv_transfer" if machine.decision == "disaggregated" else "local_compute"
         sources[how] = sources.get(how, 0) + prompt - cached
         sources["local_cache_hit"] = sources.get("local_cache_hit", 0) + cached
+        self.journal.settle(stream.link.peer_id, stream.record, time.monotonic(), _outcome(stream))
         self._ended.append(
             _Ended(stream.submit.request.request_id, machine.decision, machine.reason, stream.log)
         )
+
+
+def _told(stream: _Stream) -> dict[str, Any]:
+    """What its journal does not hold itself: fields of `DecodeFacts`."""
+    machine = stream.machine
+    elsewhere = machine.decision == "disaggregated"
+    return {
+        "prompt_tokens": len(stream.submit.request.prompt_ids),
+        "output_tokens": machine.num_output_tokens,
+        "local_tokens": stream.first_token if elsewhere else machine.num_cached_tokens,
+        "decision": machine.decision,
+        "reason": machine.reason,
+    }
+
+
+def _outcome(stream: _Stream) -> str:
+    last = stream.log[-1][1] if stream.log else None
+    if isinstance(last, Cancelled):
+        return "cancelled"
+    return "finished" if isinstance(last, Stepped | KVArrived) else "failed"

@@ -53,6 +53,10 @@ class ReplicaChooser:
         self._replicas[chosen].last_chosen = self._choices
         return chosen
 
+    def tokens(self) -> dict[str, int]:
+        """Prompt tokens under way at each replica: what the choice goes by, least first."""
+        return {replica_id: replica.tokens for replica_id, replica in self._replicas.items()}
+
     def begin(self, replica_id: str, key: str, prompt_tokens: int) -> None:
         """`key`, unique per replica, is under way there. A replica that left is ignored."""
         replica = self._replicas.get(replica_id)

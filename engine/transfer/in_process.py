@@ -14,6 +14,7 @@ from engine.request import Request
 from engine.transfer.export import KVExport, OutgoingChunk
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import Manifest, Prefilled
+from engine.transfer.transport import TransferNote
 
 _HOLD_S = 30.0
 
@@ -48,8 +49,9 @@ class InProcessTransport:
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
+        note: TransferNote | None = None,
     ) -> Prefilled:
-        """See `KVTransport`. `address` is not used."""
+        """See `KVTransport`. `address` is not used, `note` stays as it is."""
         self._count += 1
         held = replace(request, request_id=f"in-process:{self._count}")
         export = KVExport(

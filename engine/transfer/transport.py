@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine.request import Request
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import Prefilled
+
+
+@dataclass(slots=True)
+class TransferNote:
+    """How a pull went, filled in while it runs, for whoever explains it. Times are of this
+    process's monotonic clock, 0 for never."""
+
+    asked_s: float = 0.0
+    """The other side was asked; before that it was dialled."""
+
+    first_byte_s: float = 0.0
+    final_s: float = 0.0
+    """When the news came that the prompt is computed."""
+
+    bytes_at_final: int = 0
+    told: list[Any] | None = None
+    """What the other side says it did, as it came."""
 
 
 class KVTransport(Protocol):
@@ -24,6 +42,7 @@ class KVTransport(Protocol):
         *,
         chain: tuple[bytes, ...],
         chain_tokens: int,
+        note: TransferNote | None = None,
     ) -> Prefilled:
         """Bring tokens `[intake.first_token, intake.num_tokens)` of the request into the intake.
 
