@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.limits.window import SlidingWindow, Standing
+from deployments.gateway.limits.window import SlidingWindow, Standing
 
 
 def test_what_was_taken_counts_for_a_window_and_no_longer():

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from deployments.limits.store import Claim, Denied, MemoryStore, Taken
-from deployments.limits.window import SLOTS, Standing
+from deployments.gateway.limits.store import Claim, Denied, MemoryStore, Taken
+from deployments.gateway.limits.window import SLOTS, Standing
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from deployments.limits.window import SlidingWindow, Standing
+from deployments.gateway.limits.window import SlidingWindow, Standing
 
 Kind = Literal["requests", "tokens", "retries", "concurrency"]
 

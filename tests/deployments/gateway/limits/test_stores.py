@@ -6,8 +6,8 @@ import math
 import pytest
 from redis_server import redis_server
 
-from deployments.limits.redis import RedisStore
-from deployments.limits.store import Claim, Denied, MemoryStore, Taken
+from deployments.gateway.limits.redis import RedisStore
+from deployments.gateway.limits.store import Claim, Denied, MemoryStore, Taken
 
 
 @pytest.fixture(scope="module")
