@@ -174,16 +174,14 @@ def duration_of(outcomes: Sequence[Outcome]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class Values:
     """Values of requests, and to which request (by place in the group) each belongs."""
 
     values: Floats
     owners: NDArray[np.intp]
 
     @classmethod
-    def of(
-        cls, outcomes: Sequence[Outcome], value_of: Callable[[Outcome], float | None]
-    ) -> _Values:
+    def of(cls, outcomes: Sequence[Outcome], value_of: Callable[[Outcome], float | None]) -> Values:
         pairs = [
             (value, place)
             for place, each in enumerate(outcomes)
@@ -195,7 +193,7 @@ class _Values:
         )
 
     @classmethod
-    def gaps(cls, outcomes: Sequence[Outcome]) -> _Values:
+    def gaps(cls, outcomes: Sequence[Outcome]) -> Values:
         """Every gap between two chunks of one request."""
         pieces = [
             (np.diff(np.array(each.chunk_times)), place)
@@ -209,10 +207,20 @@ class _Values:
             np.concatenate([np.full(len(gaps), place, dtype=np.intp) for gaps, place in pieces]),
         )
 
-    def repeated(self, times: NDArray[np.intp]) -> _Values:
+    def repeated(self, times: NDArray[np.intp]) -> Values:
         """Each value as often as `times` says for its request."""
         each = times[self.owners]
-        return _Values(np.repeat(self.values, each), np.repeat(self.owners, each))
+        return Values(np.repeat(self.values, each), np.repeat(self.owners, each))
+
+
+def group_values(outcomes: Sequence[Outcome], key: str) -> Values:
+    """A latency of `definitions.LATENCIES` of every request that was answered in full."""
+    if key == "icl_s":
+        return Values.gaps(outcomes)
+    if key == "itl_by_token_s":
+        times = [max(0, num_output_tokens(each) - 1) for each in outcomes]
+        return group_values(outcomes, "itl_s").repeated(np.array(times, dtype=np.intp))
+    return Values.of(outcomes, _PER_REQUEST[key])
 
 
 def _group(
@@ -220,11 +228,7 @@ def _group(
 ) -> dict[str, Any]:
     resamples = _resamples(outcomes, bootstrap)
     counts = Counter(each.result for each in outcomes)
-    values = {key: _Values.of(outcomes, value_of) for key, value_of in _PER_REQUEST.items()}
-    values["icl_s"] = _Values.gaps(outcomes)
-    values["itl_by_token_s"] = values["itl_s"].repeated(
-        np.array([max(0, num_output_tokens(each) - 1) for each in outcomes], dtype=np.intp)
-    )
+    values = {each.key: group_values(outcomes, each.key) for each in LATENCIES}
     judged = _marks(outcomes, is_judged)
     good = _marks(outcomes, lambda each: is_good(each, targets_of(slo, each.tier)))
     ok = [each for each in outcomes if each.result == "ok"]
@@ -307,11 +311,7 @@ def _by(
 
 
 def _resamples(outcomes: Sequence[Outcome], bootstrap: Bootstrap) -> Resamples:
-    lengths = [
-        block_length(values.values)
-        for key in ("ttft_s", "e2e_s")
-        for values in (_Values.of(outcomes, _PER_REQUEST[key]),)
-    ]
+    lengths = [block_length(group_values(outcomes, key).values) for key in ("ttft_s", "e2e_s")]
     return Resamples(
         len(outcomes),
         length=max(lengths),
@@ -321,7 +321,7 @@ def _resamples(outcomes: Sequence[Outcome], bootstrap: Bootstrap) -> Resamples:
     )
 
 
-def _figures(values: _Values, resamples: Resamples) -> dict[str, Any] | None:
+def _figures(values: Values, resamples: Resamples) -> dict[str, Any] | None:
     figures = _distribution(values.values)
     if figures is None:
         return None

@@ -1,0 +1,1 @@
+"""Configurations, and other servers, offered the same traffic in turn."""
