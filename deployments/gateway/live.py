@@ -29,7 +29,6 @@ _TTFT = "tailrace_request_ttft_seconds"
 _ITL = "tailrace_request_itl_seconds"
 _E2E = "tailrace_request_duration_seconds"
 _PHASE = "tailrace_request_phase_seconds"
-_TOKENS = "tailrace_request_output_tokens_total"
 _SLO = "tailrace_slo_requests_total"
 _GOOD = "tailrace_goodput_requests_total"
 _QUEUE_WAIT = "tailrace_queue_duration_seconds"
@@ -40,7 +39,7 @@ _GENERATED = "vllm:generation_tokens_total"
 _STEPS = "tailrace_engine_step_seconds"
 
 _CHECKED = (
-    *(_REQUESTS, _TTFT, _ITL, _E2E, _PHASE, _TOKENS, _SLO, _GOOD, _QUEUE_WAIT, _GRANTS, _REFUSALS),
+    *(_REQUESTS, _TTFT, _ITL, _E2E, _PHASE, _SLO, _GOOD, _QUEUE_WAIT, _GRANTS, _REFUSALS),
     *(_STEP_TOKENS, _GENERATED, _STEPS),
 )
 """The families of which a difference is shown."""
@@ -177,11 +176,11 @@ class _Window:
     def spread(self, name: str, **labels: str) -> dict[str, Any] | None:
         """Mean and quantiles of what was observed. None where nothing was."""
         grown = self.growth(name, **labels)
-        bounds = self._registry.catalogue[name].buckets
         if grown is None or sum(grown[1:]) <= 0:
             return None
         total, *counts = grown
         number = sum(counts)
+        bounds = self._registry.catalogue[name].buckets
         found: dict[str, Any] = {"count": int(number), "mean": _rounded(total / number)}
         for q in QUANTILES:
             found[f"p{q * 100:g}"] = _rounded(quantile(bounds, counts, q))
@@ -216,7 +215,6 @@ def _is_beyond(counts: list[float], q: float) -> bool:
 
 
 def _totals(window: _Window) -> dict[str, Any]:
-    failed = window.count(_REQUESTS, code="499")
     failures = sum(
         window.count(_REQUESTS, code=code) or 0.0
         for (code,) in window.values_of(_REQUESTS, "code")
@@ -224,10 +222,10 @@ def _totals(window: _Window) -> dict[str, Any]:
     )
     return {
         "requests_per_s": window.rate(_REQUESTS),
-        "output_tokens_per_s": window.rate(_TOKENS),
+        "output_tokens_per_s": window.rate(_GENERATED),
         "inflight": window.gauge("tailrace_requests_inflight"),
         "failed_per_s": window.per_second(failures),
-        "left_per_s": window.per_second(failed),
+        "left_per_s": window.rate(_REQUESTS, code="499"),
         "ttft": window.spread(_TTFT),
         "attainment": _attainment(window, {}),
     }

@@ -201,6 +201,15 @@ const REPLICA_COLUMNS = [
   { title: "Memory", number: true, value: (r) => bytes(r.memory_bytes) },
 ];
 
+function heldBack(gpu) {
+  if (!gpu.up) return "–";
+  if (gpu.throttled.length === 0) return "nothing";
+  const text = gpu.throttled.join(", ").replaceAll("_", " ");
+  // A busy device runs into its power cap: that is what the cap is for.
+  const usual = gpu.throttled.every((reason) => reason === "power_cap");
+  return usual ? text : { text, bad: true, why: "clocks are lowered" };
+}
+
 const GPU_COLUMNS = [
   { title: "GPU", value: (g) => `${g.gpu} ${g.product ?? ""}`.trim() },
   { title: "Of", value: (g) => g.replica },
@@ -208,7 +217,7 @@ const GPU_COLUMNS = [
   { title: "Memory", number: true, value: (g) => g.memory_used_bytes == null ? "–" : `${bytes(g.memory_used_bytes)} of ${bytes(g.memory_total_bytes)}` },
   { title: "Power", number: true, value: (g) => (g.power_w == null ? "–" : `${number(g.power_w, 0)} of ${number(g.power_limit_w, 0)} W`) },
   { title: "Temperature", number: true, value: (g) => (g.temperature_c == null ? "–" : `${number(g.temperature_c, 0)} °C`) },
-  { title: "Held back by", value: (g) => g.throttled.length === 0 ? "nothing" : { text: g.throttled.join(", ").replaceAll("_", " "), bad: true, why: "clocks are lowered" } },
+  { title: "Held back by", value: heldBack },
 ];
 
 const history = new Map();
