@@ -119,6 +119,10 @@ class RequestRecord:
     def duration_s(self) -> float:
         return max(0.0, self.ended_s - self.received_s)
 
+    def prompt(self, index: int) -> PromptJournal:
+        """Where the placements of one of its prompts are noted."""
+        return PromptJournal(self, index)
+
     def wrote(self, seconds: float) -> None:
         """One write to the client took this long."""
         self.num_writes += 1
@@ -141,3 +145,17 @@ class RequestRecord:
         return [
             (name, max(0.0, end_s - at_s)) for (name, at_s), end_s in zip(passed, ends, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJournal:
+    """One prompt of a request, as whoever places it sees it."""
+
+    record: RequestRecord
+    index: int
+
+    def leg(self, choices: tuple[int, ...], asked_s: float) -> Leg:
+        """A placement begins: the queue is about to be asked."""
+        leg = Leg(self.index, choices, asked_s)
+        self.record.legs.append(leg)
+        return leg

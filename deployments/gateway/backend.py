@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from deployments.explain.request import PromptJournal
 from deployments.link.messages import StreamEvent
 from engine.request import Request
 from engine.text.text_model import TextModel
@@ -73,12 +74,19 @@ class Backend(Protocol):
         ...
 
     async def open(
-        self, model: str, request: Request, *, n: int, remaining_s: float | None
+        self,
+        model: str,
+        request: Request,
+        *,
+        n: int,
+        remaining_s: float | None,
+        journal: PromptJournal | None = None,
     ) -> Stream:
         """Admit and submit `n` choices over one prompt.
 
         `remaining_s` is what is left of the client's patience for the whole answer; the backend may
         refuse (Overloaded) what cannot make it. When this is cancelled nothing stays behind.
+        Where it was placed, and when, is noted in `journal`.
 
         Raises RequestError, Overloaded, TransferError.
         """

@@ -24,6 +24,11 @@ from typing import Any, Protocol
 
 from deployments.admission.client import QueueAway, QueueClient
 from deployments.background import background
+from deployments.explain.asking import Answerer, Asker, Handler
+from deployments.explain.clocks import Offset, clock_name, offset
+from deployments.explain.decode import DecodeFacts
+from deployments.explain.queueing import QueueFacts, top
+from deployments.explain.request import Leg, PromptJournal
 from deployments.holds import HoldKeeper
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown, LinkHandlers
@@ -60,6 +65,9 @@ UNKNOWN_REPLICA_WAIT_S = 5.0
 
 RETRY_PAUSE_S = 0.05
 NO_REPLICA_PAUSE_S = 0.5
+
+RELAY_S = 2.0
+"""How long other gateways' answers are waited for; each of them is asked for half of it."""
 
 LOOK_AGAIN_S = 2.0
 """A link that ended while its replica lives is dialled again after at most this long."""
@@ -99,6 +107,9 @@ class _Leg:
     choices: tuple[int, ...]
     """The client's choice for each choice of this submit."""
 
+    told: Leg
+    """Its part of the request's journal."""
+
     unconsumed: int = 0
     """Tokens yielded since the last credit."""
 
@@ -112,8 +123,14 @@ class ClusterStream:
     """`backend.Stream` over the cluster. Made by `ModelClient.open`."""
 
     def __init__(
-        self, client: ModelClient, request: Request, n: int, deadline: float | None
+        self,
+        client: ModelClient,
+        request: Request,
+        n: int,
+        deadline: float | None,
+        journal: PromptJournal | None = None,
     ) -> None:
+        self._journal = journal
         self.admitted_s: float | None = None
         self.replica: str | None = None
         self.migrations = 0
@@ -164,20 +181,35 @@ class ClusterStream:
             placements += 1
             if placements > MAX_PLACEMENTS:
                 raise last or Overloaded(f"no replica took it in {MAX_PLACEMENTS} attempts")
-            replica, grant = await self._admit(request, len(choices), resumed)
+            told = self._told(choices)
+            try:
+                replica, grant = await self._admit(request, len(choices), resumed)
+            except EngineError as error:
+                _closed(told, "refused", str(error))
+                raise
+            except BaseException:
+                _closed(told, "cancelled")
+                raise
+            told.granted_s = time.monotonic()
+            told.replica = replica
+            told.direct = grant is None
+            told.queue = self._client.why() if grant is None else grant.facts
             try:
                 link = await self._client.link_to(replica)
             except (LinkDown, TransferError) as error:
+                _closed(told, "unreachable", str(error))
                 self._client.release(grant)
                 self._client.unreachable(replica)
                 last = Overloaded(f"replica {replica} cannot be reached: {error}")
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             except BaseException:
+                _closed(told, "cancelled")
                 self._client.release(grant)
                 raise
             break
         if self._closed:
+            _closed(told, "cancelled")
             self._client.release(grant)
             raise EngineError("the stream was closed while it was placed")
         self.admitted_s = self.admitted_s or time.monotonic()
@@ -189,6 +221,7 @@ class ClusterStream:
             replica,
             grant,
             choices,
+            told,
             placements=placements,
             live=set(choices),
         )
@@ -201,11 +234,19 @@ class ClusterStream:
             remaining_ms=None if remaining is None else max(1, int(remaining * 1000)),
             window_tokens=window,
         )
+        told.stream_id = leg.stream_id
+        told.submitted_s = time.monotonic()
         self._legs.append(leg)
         self._client.opened(leg)
         if not link.send(submit.to_wire()):
             # It ended before this leg was there to be told.
             self.on_lost(leg, CloseReason(CloseCode.CONNECTION_LOST, "before the submit"))
+
+    def _told(self, choices: tuple[int, ...]) -> Leg:
+        now = time.monotonic()
+        if self._journal is None:
+            return Leg(0, choices, now)
+        return self._journal.leg(choices, now)
 
     async def _admit(self, request: Request, n: int, resumed: bool) -> tuple[str, Grant | None]:
         """As `ModelClient.admit`; what was admitted before goes on asking while no replica runs."""
@@ -225,7 +266,9 @@ class ClusterStream:
         choice = leg.choices[event.choice]
         event.choice = choice
         self._emitted[choice].extend(event.token_ids)
-        leg.placements = 0
+        if leg.placements:
+            leg.placements = 0
+            leg.told.first_s = time.monotonic()
         if event.usage is not None and self._cached_tokens is None:
             # A later replica finds what the lost one computed: that was for this request.
             self._cached_tokens = 0 if self.migrations else event.usage.cached_tokens
@@ -247,6 +290,7 @@ class ClusterStream:
 
     def on_refused(self, leg: _Leg, error: EngineError) -> None:
         """Decode will not, or no longer, serve this leg."""
+        _closed(leg.told, "refused", str(error))
         self._end(leg)
         if isinstance(error, Overloaded) and error.code == "full":
             self._again.append((leg, error))
@@ -256,6 +300,7 @@ class ClusterStream:
 
     def on_lost(self, leg: _Leg, reason: CloseReason) -> None:
         """The replica is gone. What it had not finished goes elsewhere."""
+        _closed(leg.told, "lost", str(reason))
         self._end(leg)
         if leg.live:
             self._lost.add(leg.replica)
@@ -317,8 +362,15 @@ class ClusterStream:
 
     def _end(self, leg: _Leg) -> None:
         if leg in self._legs:
+            _closed(leg.told, "cancelled" if leg.live else "finished")
             self._legs.remove(leg)
             self._client.closed(leg)
+
+
+def _closed(told: Leg, end: str, why: str = "") -> None:
+    """A placement is over. What ended it first is what counts."""
+    if not told.end:
+        told.end, told.why, told.ended_s = end, why, time.monotonic()
 
 
 class ModelClient:
@@ -334,8 +386,10 @@ class ModelClient:
         *,
         window_tokens: int = 1024,
         on_snapshot: Callable[[str, str, list[Any]], None] | None = None,
+        answers: Mapping[str, Handler] | None = None,
     ) -> None:
-        """`on_snapshot` gets each replica's figures as they come: its id, its role, its series."""
+        """`on_snapshot` gets each replica's figures as they come: its id, its role, its series.
+        `answers` are for other gateways' questions (`explain.asking.Answerer`)."""
         self.placements = Placements()
         self.window_tokens = window_tokens
         self.stream_ids = itertools.count(1)
@@ -346,6 +400,8 @@ class ModelClient:
         self._streams: set[ClusterStream] = set()
         self._legs: dict[tuple[Link, int], _Leg] = {}
         self._on_snapshot = on_snapshot
+        self._asker = Asker()
+        self._answerer = Answerer(answers or {})
         self._dropped: dict[str, str] = {}
         """Replicas that Serve dropped while they lived: id to address."""
 
@@ -379,13 +435,22 @@ class ModelClient:
             self._watcher.cancel()
         for errand in list(self._errands):
             errand.cancel()
+        self._answerer.close()
         await self._queue.close()
         await self._holds.close()
         await self._dialer.close()
 
-    async def open(self, request: Request, *, n: int, remaining_s: float | None) -> ClusterStream:
+    async def open(
+        self,
+        request: Request,
+        *,
+        n: int,
+        remaining_s: float | None,
+        journal: PromptJournal | None = None,
+    ) -> ClusterStream:
+        """Every placement is noted in `journal`."""
         deadline = None if remaining_s is None else time.monotonic() + remaining_s
-        stream = ClusterStream(self, request, n, deadline)
+        stream = ClusterStream(self, request, n, deadline, journal)
         self._streams.add(stream)
         try:
             await stream.place(tuple(range(n)))
@@ -422,6 +487,52 @@ class ModelClient:
             return replica, None
         self.placements.by_queue += 1
         return grant.replica_id, grant
+
+    def why(self) -> QueueFacts:
+        """What the choice goes by while the queue is away."""
+        scores = top(self._chooser.tokens().items(), highest=False)
+        return QueueFacts(rule="fewest prompt tokens under way", scores=scores)
+
+    async def journal(self, leg: Leg) -> tuple[DecodeFacts, Offset | None] | None:
+        """What the replica of one of our submits tells about it, and its clock. None: not to be
+        had, because the replica is gone or has forgotten."""
+        link = await self._open_link(leg.replica)
+        if link is None:
+            return None
+        told = await self._asker.ask(link, "journal", leg.stream_id)
+        if told is None:
+            return None
+        try:
+            facts = DecodeFacts.from_wire(told.value)
+        except (TypeError, ValueError, KeyError):
+            logger.exception("replica %s told a journal that nobody understands", leg.replica)
+            return None
+        exchanges = [told.exchange]
+        if leg.first_s and facts.first_sent_s:
+            exchanges.append((leg.submitted_s, facts.begun_s, facts.first_sent_s, leg.first_s))
+        return facts, offset(exchanges, clock_name(), facts.clock)
+
+    async def elsewhere(self, what: str, *arguments: Any) -> list[Any] | None:
+        """What the other gateways answer, asked through a decode replica. None: there is no link
+        to any."""
+        for replica in list(self._known):
+            link = await self._open_link(replica)
+            if link is not None:
+                told = await self._asker.ask(
+                    link, "relay", what, list(arguments), timeout_s=RELAY_S
+                )
+                if told is not None:
+                    return told.value
+        return None
+
+    async def _open_link(self, replica: str) -> Link | None:
+        address = self._known.get(replica) or self._dropped.get(replica)
+        if address is None or not self._dialer.is_open(address):
+            return None
+        try:
+            return await self._dialer.get(address, expect_id=replica)
+        except LinkDown:
+            return None
 
     async def link_to(self, replica: str) -> Link:
         """The link to a replica that Serve counts as running. Raises LinkDown, TransferError."""
@@ -479,6 +590,10 @@ class ModelClient:
                 leg = self._legs.get((link, message[1]))
                 if leg is not None:
                     leg.stream.on_refused(leg, refusal_from_wire(message))
+            case Kind.TELL:
+                self._asker.told(link, message)
+            case Kind.ASK:
+                self._answerer.asked(link, message)
             case Kind.SNAPSHOT:
                 if self._on_snapshot is not None:
                     self._on_snapshot(message[1], message[2], message[3])
@@ -486,6 +601,7 @@ class ModelClient:
                 pass
 
     def _on_close(self, link: Link, reason: CloseReason) -> None:
+        self._asker.lost(link)
         for (owner, _), leg in list(self._legs.items()):
             if owner is link:
                 leg.stream.on_lost(leg, reason)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.background import background
+from deployments.explain.clocks import Offset
+from deployments.explain.decode import DecodeFacts
+from deployments.explain.request import Leg, PromptJournal
 from deployments.gateway.backend import ModelInfo, Stream
 from deployments.gateway.config import GatewayConfig, ModelRoute
 from deployments.gateway.dispatch import ModelClient
@@ -119,10 +122,30 @@ class ClusterModels:
         return info
 
     async def open(
-        self, model: str, request: Request, *, n: int, remaining_s: float | None
+        self,
+        model: str,
+        request: Request,
+        *,
+        n: int,
+        remaining_s: float | None,
+        journal: PromptJournal | None = None,
     ) -> Stream:
         """See `Backend`."""
-        return await self._find(model).client.open(request, n=n, remaining_s=remaining_s)
+        client = self._find(model).client
+        return await client.open(request, n=n, remaining_s=remaining_s, journal=journal)
+
+    async def journal(self, model: str, leg: Leg) -> tuple[DecodeFacts, Offset | None] | None:
+        """See `explain.JournalSource`."""
+        served = self._served.get(self._names.get(model, ""))
+        return None if served is None else await served.client.journal(leg)
+
+    async def elsewhere(self, what: str, *arguments: Any) -> list[Any]:
+        """See `explain.JournalSource`. Every gateway has links to the replicas of every model."""
+        for served in list(self._served.values()):
+            told = await served.client.elsewhere(what, *arguments)
+            if told is not None:
+                return told
+        return []
 
     def _find(self, name: str) -> _Served:
         served = self._served.get(self._names.get(name, ""))

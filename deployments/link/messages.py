@@ -118,7 +118,7 @@ class Submit:
             self.stream_id,
             self.request.to_wire(),
             self.n,
-            self.grant.to_wire() if self.grant else None,
+            self.grant.to_wire()[:4] if self.grant else None,
             self.remaining_ms,
             self.window_tokens,
         ]
