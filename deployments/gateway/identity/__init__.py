@@ -1,0 +1,1 @@
+"""Who asks: API keys, the tenants they belong to, and what those may do."""
