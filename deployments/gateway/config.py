@@ -89,6 +89,44 @@ class Targets(_Strict):
         return self
 
 
+class Explaining(_Strict):
+    """Which requests a gateway remembers, for `tailrace explain`."""
+
+    recent: int = Field(default=1024, ge=1, le=1_000_000)
+    """The latest."""
+
+    slowest: int = Field(default=32, ge=0, le=10_000)
+    """The slowest of each tier, kept longer and whole."""
+
+    keep_s: float = Field(default=3600.0, gt=0)
+    """How long a slow one stays that no slower one displaces."""
+
+
+class Tracing(_Strict):
+    """OpenTelemetry spans of requests. Needs the extra `tracing`."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+(/\S*)?$")
+    """An OTLP/HTTP collector, such as http://collector:4318. None: no tracing."""
+
+    sample: float = Field(default=0.01, ge=0, le=1)
+    """Share of requests traced that bring no trace context; one they bring decides for them."""
+
+    headers: dict[str, str] = Field(default_factory=dict[str, str])
+    """Sent to the collector, for its authentication."""
+
+    timeout_s: float = Field(default=10.0, gt=0, le=300)
+    delay_s: float = Field(default=5.0, gt=0, le=300)
+    """How long spans are gathered before they are sent."""
+
+
+class Logging(_Strict):
+    """The line a request in the gateway's log."""
+
+    requests: bool = True
+    log_prompts: bool = False
+    """Also the request's body, up to 64 KiB of it: prompts and all."""
+
+
 class GatewayConfig(_Strict):
     """The whole of `user_config`."""
 
@@ -105,6 +143,10 @@ class GatewayConfig(_Strict):
 
     event_log_size: int = Field(default=65_536, ge=16)
     """Events of requests kept for replay, in the gateway's memory."""
+
+    explain: Explaining = Explaining()
+    tracing: Tracing = Tracing()
+    logs: Logging = Logging()
 
     @model_validator(mode="after")
     def _tiers_exist(self) -> GatewayConfig:
@@ -181,6 +223,9 @@ def _siblings(loc: tuple[int | str, ...]) -> list[str]:
             "limits": Limits,
             "models": ModelRoute,
             "slo": Targets,
+            "explain": Explaining,
+            "tracing": Tracing,
+            "logs": Logging,
         }
         section = sections.get(str(part), section)
     return sorted(section.model_fields)
