@@ -104,11 +104,12 @@ class Answer:
 
     def _count(self, tokens: int) -> None:
         """Tokens so far belong to the newest chunk with content; to the first all before it."""
+        if not self.chunk_times:
+            return
         new, self._counted = tokens - self._counted, tokens
         while len(self.chunk_tokens) < len(self.chunk_times):
             self.chunk_tokens.append(0)
-        if self.chunk_tokens:
-            self.chunk_tokens[-1] += new
+        self.chunk_tokens[-1] += new
 
     def _usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):

@@ -64,6 +64,8 @@ def _asked(headers: Mapping[str, str], now_unix_s: float) -> float | None:
             seconds = float(headers[name]) / divisor
         except (KeyError, ValueError):
             continue
+        if math.isinf(seconds) and "inf" not in headers[name].lower():
+            return LONGEST_ASKED_S + 1  # a number too large for a float is a wait all the same
         return seconds if math.isfinite(seconds) else None
     try:
         parsed = email.utils.parsedate_tz(headers.get("retry-after"))

@@ -195,9 +195,7 @@ class StubOpenAI:
         if (seen.body.get("stream_options") or {}).get("include_usage"):
             last.append({"choices": [], "usage": usage})
         writer.write(
-            head
-            + b"".join(_event(event) for event in last)
-            + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+            head + b"".join(_event(event) for event in last) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
         )
         return True
 
