@@ -47,6 +47,8 @@ SERVE_DEFAULTS: Mapping[str, str] = {
     # Else every write of a stream crosses from one thread to another and back. Nothing of ours
     # blocks the loop that health checks then share: engines step on a thread of their own.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Generations reach a gateway's code past Serve's wrapper, which costs as much CPU as the rest.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.gateway.ingress:middlewares",
     # A replaced gateway keeps its port until every balancer has heard of it; on one host that
     # takes a fraction of a second. Requests under way are waited for in any case.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",

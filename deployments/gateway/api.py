@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.edge import Edge, call_of, read_body
+from deployments.gateway.edge import Edge, FrontDoor, Posts, call_of, read_body
 from deployments.gateway.errors import Failure, describe, refusal, retry_after
 from deployments.gateway.openai import model_body
 from deployments.gateway.page import add_page
@@ -74,6 +74,8 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
     **_ERRORS,
 }
 
+_BEHIND_THE_DOOR = AssertionError("`FrontDoor` answers this before any router")
+
 
 async def _chat(backend: Backend, config: GatewayConfig, body: bytes) -> Plan:
     return await prepare_chat(backend, config, parse(ChatRequest, body))
@@ -83,13 +85,26 @@ async def _completion(backend: Backend, config: GatewayConfig, body: bytes) -> P
     return await prepare_completion(backend, config, parse(CompletionRequest, body))
 
 
-def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool = True) -> FastAPI:
+def generations(get_state: Callable[[], GatewayState]) -> Posts:
+    """The requests that are answered before any router sees them."""
+    return {
+        "/v1/chat/completions": lambda: Generation(get_state(), "chat", _chat),
+        "/v1/completions": lambda: Generation(get_state(), "completions", _completion),
+    }
+
+
+def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool = True) -> FrontDoor:
     """The application. `get_state` is asked at every request: the app may exist before its state.
 
     Built in the process that serves it: an app cannot be unpickled (starlette's State recurses).
 
     `echo_request_id=False` where the server in front (Ray Serve) adds `x-request-id` itself.
     """
+    app = _declare(get_state, echo_request_id)
+    return FrontDoor(app, generations(get_state), echo_request_id)
+
+
+def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> FastAPI:
     app = FastAPI(
         title="Tailrace",
         description="OpenAI's API for the models of this cluster.",
@@ -103,12 +118,12 @@ def create_app(get_state: Callable[[], GatewayState], *, echo_request_id: bool =
     app.add_exception_handler(RequestValidationError, _on_validation_error)
 
     @app.post("/v1/chat/completions", responses=_STREAMED, openapi_extra=_takes(ChatRequest))
-    async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return Generation(get_state(), "chat", _chat)
+    async def chat_completions() -> Response:  # pyright: ignore[reportUnusedFunction]
+        raise _BEHIND_THE_DOOR
 
     @app.post("/v1/completions", responses=_STREAMED, openapi_extra=_takes(CompletionRequest))
-    async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return Generation(get_state(), "completions", _completion)
+    async def completions() -> Response:  # pyright: ignore[reportUnusedFunction]
+        raise _BEHIND_THE_DOOR
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]

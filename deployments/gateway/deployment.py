@@ -29,8 +29,14 @@ class Gateway:
     """Thin: the process does the work, the ASGI app answers."""
 
     async def __init__(self, args: dict[str, Any]) -> None:
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._process = GatewayProcess(replica_id, read_link_secret())
+        context = serve.get_replica_context()
+        # Serve's wrapper is what counts requests for it to scale by. Where this version does not
+        # tell whether it does, it may.
+        config = getattr(context, "_deployment_config", None)
+        scaled = getattr(config, "autoscaling_config", True) is not None
+        self._process = GatewayProcess(
+            context.replica_id.unique_id, read_link_secret(), straight_in=not scaled
+        )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         await self._process.apply(user_config)

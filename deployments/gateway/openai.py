@@ -59,6 +59,12 @@ class Tally:
         self.cached_tokens = 0
         self.reasons: list[FinishReason | None] = [None] * plan.num_choices
         self._reported: list[int] = []
+        self._unfinished = plan.num_choices
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended."""
+        return not self._unfinished
 
     def count(self, prompt: int, events: Sequence[StreamEvent]) -> None:
         """Raises EngineError where the engine gave up on a choice."""
@@ -73,17 +79,20 @@ class Tally:
                 f"choice {event.choice} ended as {event.finish.value if event.finish else None!r} "
                 "before its answer was whole; send the request again"
             )
-        self.reasons[prompt * self._n + event.choice] = event.finish
+        choice = prompt * self._n + event.choice
+        if self.reasons[choice] is None:
+            self._unfinished -= 1
+        self.reasons[choice] = event.finish
         if event.usage is not None:
             self._reported.append(event.usage.completion_tokens)
             self.cached_tokens += event.usage.cached_tokens
 
     def close(self) -> None:
         """All streams have ended. Raises EngineError if a choice has not."""
-        missing = [i for i, reason in enumerate(self.reasons) if reason is None]
-        if missing:
+        if self._unfinished:
             raise EngineError(
-                f"the stream ended before choice {missing[0]} was whole; send the request again"
+                f"the stream ended before choice {self.reasons.index(None)} was whole; send the "
+                "request again"
             )
         # Decode's own count wins: it knows what a stop string or an end token swallowed.
         if self._reported:

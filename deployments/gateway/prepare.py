@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from deployments.gateway.backend import Backend, ModelInfo
 from deployments.gateway.config import GatewayConfig, Limits
+from deployments.gateway.ids import draw_name, draw_seed
 from deployments.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -234,7 +234,7 @@ def _plan(
     ]
     params = SamplingParams(
         max_tokens=budgets[0],
-        seed=_draw_seed() if body.seed is None else body.seed & _MASK64,
+        seed=draw_seed() if body.seed is None else body.seed & _MASK64,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -249,14 +249,14 @@ def _plan(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
     )
-    answer_id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(16)
+    answer_id = ("chatcmpl-" if chat else "cmpl-") + draw_name()
     requests: list[Request] = []
     for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         own = params
         if i:
             # A seed of the client's gives each prompt what it would give alone; drawn seeds differ,
             # so that equal prompts get different answers.
-            seed = _draw_seed() if body.seed is None else params.seed
+            seed = draw_seed() if body.seed is None else params.seed
             own = replace(params, max_tokens=budget, seed=seed)
         request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{i}"
         requests.append(Request(request_id=request_id, prompt_ids=tuple(prompt), params=own))
@@ -271,10 +271,6 @@ def _plan(
         usage=_usage_mode(config, body),
         echo=echo,
     )
-
-
-def _draw_seed() -> int:
-    return secrets.randbits(64)
 
 
 def _usage_mode(config: GatewayConfig, body: SamplingBody) -> UsageMode:

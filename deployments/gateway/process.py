@@ -15,13 +15,14 @@ import asyncio
 import logging
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 
 from deployments.admission.actor import find_queue
 from deployments.admission.client import QueueClient
 from deployments.background import background
-from deployments.gateway.api import create_app
+from deployments.garbage import spare_startup
+from deployments.gateway import edge, ingress
+from deployments.gateway.api import create_app, generations
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import ModelClient
 from deployments.gateway.figures import ClusterFigures
@@ -45,7 +46,7 @@ def get_state() -> GatewayState:
     return _state
 
 
-def build_app() -> FastAPI:
+def build_app() -> edge.FrontDoor:
     """For `serve.ingress`: called once in the replica, before its constructor."""
     return create_app(get_state, echo_request_id=False)
 
@@ -53,7 +54,8 @@ def build_app() -> FastAPI:
 class GatewayProcess:
     """Everything a gateway replica does besides HTTP."""
 
-    def __init__(self, own_id: str, secret: bytes) -> None:
+    def __init__(self, own_id: str, secret: bytes, *, straight_in: bool = False) -> None:
+        """`straight_in` lets generations in past Serve's wrapper: see `ingress`."""
         global _state
         self._own_id = own_id
         self._secret = secret
@@ -62,6 +64,9 @@ class GatewayProcess:
         self._figures = ClusterFigures(self.registry)
         self._reporter: asyncio.Task[None] | None = None
         _state = self.state = GatewayState(self.models, self.registry)
+        spare_startup()
+        if straight_in:
+            ingress.open_door(edge.straight_in(generations(get_state)))
 
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
@@ -72,6 +77,7 @@ class GatewayProcess:
         return config
 
     async def close(self) -> None:
+        ingress.open_door(None)
         if self._reporter is not None:
             self._reporter.cancel()
         await self.models.close()

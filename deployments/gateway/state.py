@@ -12,6 +12,7 @@ from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog
 from deployments.gateway.live import LiveView
+from deployments.gateway.measure import RequestMeter
 from deployments.metrics import Registry
 
 
@@ -23,12 +24,14 @@ class GatewayState:
     metrics: Registry
     config: GatewayConfig = field(default_factory=GatewayConfig)
     log: EventLog = field(init=False)
+    meter: RequestMeter = field(init=False)
     live: LiveView = field(init=False)
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.config.event_log_size)
+        self.meter = RequestMeter(self.metrics)
         self.live = LiveView(self.metrics, time.time)
 
     def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:

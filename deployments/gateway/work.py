@@ -2,9 +2,9 @@
 
 read → validate → tokenise → open → collect or stream → close, and close whatever happens.
 
-One task does the work. What may end it early (the client leaves, its patience or the gateway's
-limit runs out, the server stops) cancels that task and notes why; the task's `finally` blocks
-cancel the streams in every process.
+The task that the server called does the work. What may end it early (the client leaves, its
+patience or the gateway's limit runs out) notes why and cancels that task; the `finally` blocks of
+the work cancel the streams in every process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 
-from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from deployments.gateway.backend import Backend, Stream
@@ -35,7 +34,7 @@ from deployments.gateway.events import (
     Submitted,
     Tokenised,
 )
-from deployments.gateway.measure import Pace, RequestMeter
+from deployments.gateway.measure import UNKNOWN, Pace, report_end, report_finish
 from deployments.gateway.openai import Collector, Tally
 from deployments.gateway.prepare import Plan
 from deployments.gateway.sse import EventWriter
@@ -45,6 +44,9 @@ from deployments.link.messages import StreamEvent
 Prepare = Callable[[Backend, GatewayConfig, bytes], Awaitable[Plan]]
 Events = AsyncGenerator[tuple[int, list[StreamEvent]], None]
 """`(prompt, its events)`."""
+
+Take = Callable[[int, list[StreamEvent]], Awaitable[None]]
+"""Does with `(prompt, its events)` what the client asked for."""
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -67,15 +69,18 @@ class Cut(Enum):
     TIMEOUT = "timeout"
 
 
-class Generation(Response):
+class Generation:
     """Answers one request to `/v1/chat/completions` or `/v1/completions`. An ASGI application."""
 
     def __init__(self, state: GatewayState, endpoint: str, prepare: Prepare) -> None:
-        super().__init__()
+        self.started = False
+        """The head of the answer is out."""
+
         self._state = state
         self._config = state.config
         self._endpoint = endpoint
         self._prepare = prepare
+        self._series = state.meter.of(UNKNOWN)
         self._plan: Plan | None = None
         self._tally: Tally | None = None
         self._marks: list[tuple[str, float]] = []
@@ -83,9 +88,7 @@ class Generation(Response):
 
         self._cut: Cut | None = None
         self._patience_s = 0.0
-        self._started = False
-        """The head of the answer is out."""
-
+        self._working = False
         self._complete = False
         """The last of the answer is going out: the client may leave."""
 
@@ -94,24 +97,27 @@ class Generation(Response):
         self._watch: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = self._state
-        self._call = call_of(scope)
-        self._meter = RequestMeter(state.metrics)
-        self._enter("tokenize", self._call.received_s)
-        state.log.append(
+        call = self._call = call_of(scope)
+        self._send = send
+        self._marks.append(("tokenize", call.received_s))
+        self._state.log.append(
             Received(
-                request_id=self._call.request_id,
-                at_s=self._call.received_s,
+                request_id=call.request_id,
+                at_s=call.received_s,
                 endpoint=self._endpoint,
             )
         )
         total_s, self._first_s = _patience(scope, self._config.limits.request_timeout_s)
-        self._deadline_s = self._call.received_s + total_s
-        self._work = asyncio.create_task(self._run(scope, receive, send))
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._deadline_s = call.received_s + total_s
         self._expire_at(self._deadline_s, total_s)
+        self._model = UNKNOWN
         self._inflight(+1)
         try:
-            await self._supervise(send)
+            await self._supervise(scope, receive)
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -119,44 +125,45 @@ class Generation(Response):
                 self._watch.cancel()
             self._inflight(-1)
 
-    async def _supervise(self, send: Send) -> None:
-        """Wait for the work, then say how it ended: to the client, the log and the metrics."""
-        work = self._work
+    async def _supervise(self, scope: Scope, receive: Receive) -> None:
+        """Do the work, then say how it ended: to the client, the log and the metrics."""
+        self._working = True
         try:
-            await asyncio.wait({work})
+            try:
+                await self._run(scope, receive)
+            finally:
+                self._working = False
         except asyncio.CancelledError:
-            # The server stops, or Serve saw the client leave before we did.
-            work.cancel()
-            await asyncio.wait({work})
-            self._record_disconnect()
-            raise
-        if work.cancelled():
+            if self._cut is None or not _uncancelled(self._task):
+                # The server stops, or it saw the client leave before we did.
+                self._record_disconnect()
+                raise
             if self._cut is Cut.TIMEOUT:
-                await self._fail(self._timed_out(), send)
+                await self._fail(self._timed_out())
             else:
                 self._record_disconnect()
-            return
-        error = work.exception()
-        if error is None:
-            self._record_finish()
-        elif isinstance(error, ClientGone):
+        except ClientGone:
             self._record_disconnect()
+        except Exception as error:
+            await self._fail(error)
         else:
-            await self._fail(error, send)
+            self._record_finish()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, receive: Receive) -> None:
+        state, call = self._state, self._call
         body = await read_body(scope, receive, self._config.limits.max_body_bytes)
-        self._watch = asyncio.create_task(self._watch_client(receive))
-        plan = await self._prepare(self._state.backend, self._config, body)
+        self._watch = self._loop.create_task(self._watch_client(receive))
+        plan = await self._prepare(state.backend, self._config, body)
         self._plan, self._tally = plan, Tally(plan)
         now_s = time.monotonic()
-        self._enter("queue", now_s)
-        self._state.log.append(
+        self._marks.append(("queue", now_s))
+        model = plan.info.name
+        state.log.append(
             Tokenised(
-                request_id=self._call.request_id,
+                request_id=call.request_id,
                 at_s=now_s,
                 answer_id=plan.answer_id,
-                model=plan.info.name,
+                model=model,
                 stream=plan.stream,
                 prompts=len(plan.requests),
                 prompt_tokens=plan.prompt_tokens,
@@ -165,64 +172,37 @@ class Generation(Response):
             )
         )
         self._inflight(-1)
-        self._meter.model = plan.info.name
+        self._series, self._model = state.meter.of(model), model
         self._inflight(+1)
         if self._first_s is not None:
-            at_s = self._call.received_s + self._first_s
+            at_s = call.received_s + self._first_s
             if not plan.stream:
                 self._deadline_s = min(self._deadline_s, at_s)
             self._expire_at(at_s, self._first_s)
-        async with aclosing(self._events(plan)) as events:
-            if plan.stream:
-                await self._stream(plan, events, send)
-            else:
-                await self._collect(plan, events, send)
+        self._pace = Pace(self._series.itl)
+        if plan.stream:
+            self._writer = EventWriter(plan, self._tally)
+            await self._follow(plan, self._stream)
+            if not self._complete:
+                self._tally.close()  # says what is missing
+        else:
+            self._collector = Collector(plan)
+            await self._follow(plan, self._collect)
+            await self._answer(self._tally)
 
-    async def _collect(self, plan: Plan, events: Events, send: Send) -> None:
-        tally, collector, pace = self._tally_of(), Collector(plan), Pace(self._meter)
-        async for prompt, batch in events:
-            now_s = time.monotonic()
-            tally.count(prompt, batch)
-            collector.add(prompt, batch)
-            pace.count(prompt, batch, now_s)
-            if self._first_token_s is None:
-                self._mark_first_token(now_s)
-        tally.close()
-        body = collector.body(tally)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        self._started = self._complete = True
-        await _to_client(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        await _to_client(send, {"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _stream(self, plan: Plan, events: Events, send: Send) -> None:
-        tally, pace = self._tally_of(), Pace(self._meter)
-        writer = EventWriter(plan, tally)
-        async for prompt, batch in events:
-            tally.count(prompt, batch)
-            body = writer.write(prompt, batch)
-            if not body:
-                continue
-            if not self._started:
-                # Not before there is something to send: until then an error still has its status.
-                self._started = True
-                start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-                await _to_client(send, start)
-            await _to_client(send, {"type": "http.response.body", "body": body, "more_body": True})
-            now_s = time.monotonic()
-            pace.count(prompt, batch, now_s)
-            if self._first_token_s is None:
-                self._mark_first_token(now_s)
-        tally.close()
-        self._complete = True
-        last = {"type": "http.response.body", "body": writer.close(), "more_body": False}
-        await _to_client(send, last)
-
-    def _events(self, plan: Plan) -> Events:
-        """Events of all prompts as they come. Closing this closes every stream."""
-        return self._one(plan, 0) if len(plan.requests) == 1 else self._merged(plan)
+    async def _follow(self, plan: Plan, take: Take) -> None:
+        """Hand on the events of all prompts as they come; close every stream."""
+        if len(plan.requests) > 1:
+            async with aclosing(self._merged(plan)) as merged:
+                async for prompt, events in merged:
+                    await take(prompt, events)
+            return
+        stream = await self._open(plan, 0)
+        try:
+            async for events in stream:
+                await take(0, events)
+        finally:
+            await stream.aclose()
 
     async def _merged(self, plan: Plan) -> Events:
         sources = [self._one(plan, prompt) for prompt in range(len(plan.requests))]
@@ -246,17 +226,72 @@ class Generation(Response):
 
     async def _one(self, plan: Plan, prompt: int) -> Events:
         """Opens inside, so that a prompt waiting for its turn does not hold up those admitted."""
-        remaining_s = max(0.0, self._deadline_s - time.monotonic())
-        stream = await self._state.backend.open(
-            plan.info.name, plan.requests[prompt], n=plan.n, remaining_s=remaining_s
-        )
+        stream = await self._open(plan, prompt)
         try:
-            if self._phase == "queue":
-                self._mark_submitted(stream)
             async for events in stream:
                 yield prompt, events
         finally:
             await stream.aclose()
+
+    async def _open(self, plan: Plan, prompt: int) -> Stream:
+        remaining_s = max(0.0, self._deadline_s - time.monotonic())
+        stream = await self._state.backend.open(
+            plan.info.name, plan.requests[prompt], n=plan.n, remaining_s=remaining_s
+        )
+        if self._marks[-1][0] == "queue":
+            self._mark_submitted(stream)
+        return stream
+
+    async def _collect(self, prompt: int, events: list[StreamEvent]) -> None:
+        now_s = time.monotonic()
+        self._tally_of().count(prompt, events)
+        self._collector.add(prompt, events)
+        self._pace.count(prompt, events, now_s)
+        if self._first_token_s is None:
+            self._mark_first_token(now_s, streaming=False)
+
+    async def _answer(self, tally: Tally) -> None:
+        tally.close()
+        body = self._collector.body(tally)
+        self.started = self._complete = True
+        headers = (
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"server-timing", self._server_timing()),
+        )
+        await self._to_client(self._call.head(200, headers))
+        await self._to_client({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(self, prompt: int, events: list[StreamEvent]) -> None:
+        tally, writer = self._tally_of(), self._writer
+        tally.count(prompt, events)
+        body = writer.write(prompt, events)
+        if tally.complete:
+            # The end goes out together with what came before it: one write instead of two.
+            tally.close()
+            body += writer.close()
+            self._complete = True
+        elif not body:
+            return
+        if not self.started:
+            # Not before there is something to send: until then an error still has its status.
+            self.started = True
+            timing = (b"server-timing", self._server_timing())
+            await self._to_client(self._call.head(200, (*_STREAM_HEADERS, timing)))
+        await self._to_client(
+            {"type": "http.response.body", "body": body, "more_body": not self._complete}
+        )
+        now_s = time.monotonic()
+        self._pace.count(prompt, events, now_s)
+        if self._first_token_s is None:
+            self._mark_first_token(now_s, streaming=True)
+
+    async def _to_client(self, message: Message) -> None:
+        """Some servers raise OSError when the client has left, others say so to `receive` only."""
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGone from error
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -264,17 +299,18 @@ class Generation(Response):
         self._end(Cut.DISCONNECT)
 
     def _expire_at(self, at_s: float, patience_s: float) -> None:
-        def expire() -> None:
-            self._patience_s = patience_s
-            self._end(Cut.TIMEOUT)
-
         delay_s = max(0.0, at_s - time.monotonic())
-        self._timers.append(asyncio.get_running_loop().call_later(delay_s, expire))
+        self._timers.append(self._loop.call_later(delay_s, self._expire, patience_s))
+
+    def _expire(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._end(Cut.TIMEOUT)
 
     def _end(self, why: Cut) -> None:
-        if not self._complete and self._cut is None:
+        """From a callback or another task, so that the work is between two steps of its own."""
+        if self._working and not self._complete and self._cut is None:
             self._cut = why
-            self._work.cancel()
+            self._task.cancel()
 
     def _timed_out(self) -> TimedOut:
         tokens = self._tally.completion_tokens if self._tally is not None else 0
@@ -284,18 +320,19 @@ class Generation(Response):
             answering=tokens > 0,
         )
 
-    async def _fail(self, error: BaseException, send: Send) -> None:
+    async def _fail(self, error: BaseException) -> None:
         failure = describe(error, self._call.request_id)
         self._record_failure(failure)
         if self._complete:
             return
         self._complete = True
-        if self._started:
+        if self.started:
             # Then the end of the body and no [DONE], which would call the answer whole.
             last = {"type": "http.response.body", "body": failure.sse_event(), "more_body": False}
-            sending = send(last)
+            sending = self._send(last)
         else:
-            sending = send_failure(failure, send)
+            self.started = True
+            sending = send_failure(failure, self._call, self._send)
         # A client that reads nothing does not read this either: the server then cuts it off.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(sending, LAST_WORD_S)
@@ -304,13 +341,22 @@ class Generation(Response):
     def _phase(self) -> str:
         return self._marks[-1][0]
 
-    def _enter(self, phase: str, at_s: float) -> None:
-        self._marks.append((phase, at_s))
+    def _phases(self, now_s: float) -> list[tuple[str, float]]:
+        """Seconds in each phase that was entered, up to now."""
+        marks = self._marks
+        ends = [at_s for _, at_s in marks[1:]]
+        ends.append(now_s)
+        return [(mark[0], end_s - mark[1]) for mark, end_s in zip(marks, ends, strict=True)]
+
+    def _server_timing(self) -> bytes:
+        """Milliseconds in each phase so far, in the words of W3C Server Timing."""
+        phases = self._phases(time.monotonic())
+        return ", ".join([f"{name};dur={1000 * s:.1f}" for name, s in phases]).encode()
 
     def _inflight(self, change: int) -> None:
-        inflight, model = self._state.inflight, self._meter.model
-        inflight[model] += change
-        self._meter.inflight(inflight[model])
+        inflight, model = self._state.inflight, self._model
+        inflight[model] = count = inflight[model] + change
+        self._series.inflight.set(count)
 
     def _tally_of(self) -> Tally:
         assert self._tally is not None
@@ -320,21 +366,19 @@ class Generation(Response):
         now_s = time.monotonic()
         admitted_s = cast("float | None", getattr(stream, "admitted_s", None))
         replica = cast("str | None", getattr(stream, "replica", None))
-        request_id = self._call.request_id
+        request_id, log = self._call.request_id, self._state.log
         at_s = now_s if admitted_s is None else min(admitted_s, now_s)
-        self._state.log.append(Admitted(request_id=request_id, at_s=at_s, replica=replica))
-        self._state.log.append(Submitted(request_id=request_id, at_s=now_s))
-        self._enter("route", at_s)
-        self._enter("prefill", now_s)
+        log.append(Admitted(request_id=request_id, at_s=at_s, replica=replica))
+        log.append(Submitted(request_id=request_id, at_s=now_s))
+        self._marks += (("route", at_s), ("prefill", now_s))
 
-    def _mark_first_token(self, now_s: float) -> None:
+    def _mark_first_token(self, now_s: float, *, streaming: bool) -> None:
         self._first_token_s = now_s
-        self._enter("stream", now_s)
+        self._marks.append(("stream", now_s))
         self._state.log.append(FirstToken(request_id=self._call.request_id, at_s=now_s))
-        streaming = self._plan is not None and self._plan.stream
         if streaming and len(self._timers) > 1:
             self._timers[1].cancel()  # the patience for a first byte; the one for the whole runs on
-        self._meter.first_token(now_s - self._call.received_s, streaming)
+        self._series.ttft(streaming).observe(now_s - self._call.received_s)
 
     def _record_finish(self) -> None:
         tally, now_s = self._tally_of(), time.monotonic()
@@ -346,13 +390,14 @@ class Generation(Response):
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
-                reasons=tuple(reason.value for reason in tally.reasons if reason is not None),
+                reasons=tuple([r.value for r in tally.reasons if r is not None]),
             )
         )
         ttft_s = None
         if self._first_token_s is not None:
             ttft_s = self._first_token_s - self._call.received_s
-        self._meter.finished(now_s - self._call.received_s, ttft_s, usage, len(tally.reasons))
+        duration_s = now_s - self._call.received_s
+        report_finish(self._series, duration_s, ttft_s, usage, len(tally.reasons))
         self._record_end("200", now_s)
 
     def _record_failure(self, failure: Failure) -> None:
@@ -373,25 +418,22 @@ class Generation(Response):
         self._state.log.append(
             Disconnected(request_id=self._call.request_id, at_s=now_s, phase=self._phase)
         )
-        self._meter.disconnected(self._phase)
+        self._series.disconnects(self._phase).inc()
         self._record_end("499", now_s)
 
     def _record_end(self, code: str, now_s: float) -> None:
-        edges = [at_s for _, at_s in self._marks[1:]] + [now_s]
-        phases = [(p, end_s - s) for (p, s), end_s in zip(self._marks, edges, strict=True)]
-        self._meter.ended(code, now_s - self._call.received_s, phases)
-
-
-async def _to_client(send: Send, message: Message) -> None:
-    """Some servers raise OSError when the client has left, others say so to `receive` only."""
-    try:
-        await send(message)
-    except OSError as error:
-        raise ClientGone from error
+        report_end(self._series, code, now_s - self._call.received_s, self._phases(now_s))
 
 
 async def _next(source: Events) -> tuple[int, list[StreamEvent]] | None:
     return await anext(source, None)
+
+
+def _uncancelled(task: asyncio.Task[Any]) -> bool:
+    """Take our own cancellation of `task` back. False if somebody else wants it to end as well,
+    which Python 3.10 cannot tell."""
+    uncancel = getattr(task, "uncancel", None)
+    return uncancel is None or uncancel() == 0
 
 
 def _patience(scope: Scope, limit_s: float) -> tuple[float, float | None]:

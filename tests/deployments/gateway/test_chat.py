@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -240,9 +241,19 @@ async def test_events_that_queued_up_go_out_in_one_write(gateway: Any, spell_wor
         [event for step in spell_words(request, n) for event in step]
     ]
     reply = await gateway.post("/v1/chat/completions", BODY | {"stream": True})
-    contents, done = reply.chunks
-    assert contents.count(b"data: ") == 1 + 4 + 1
-    assert done == b"data: [DONE]\n\n"
+    (whole,) = reply.chunks
+    assert whole.count(b"data: ") == 1 + 4 + 1 + 1
+    assert whole.endswith(b"data: [DONE]\n\n")
+
+
+async def test_the_end_of_a_stream_comes_in_one_write_with_its_last_token(gateway: Any) -> None:
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+    reply = await gateway.post("/v1/chat/completions", body)
+    assert len(reply.chunks) == 4  # one a token
+    last = [json.loads(event[6:]) for event in reply.chunks[-1].split(b"\n\n")[:-2]]
+    assert [e["choices"][0]["delta"] for e in last[:-1]] == [{"content": " fox"}, {}]
+    assert last[-1]["usage"]["completion_tokens"] == 4
+    assert reply.chunks[-1].endswith(b"data: [DONE]\n\n")
 
 
 async def test_held_back_text_makes_no_empty_chunk(gateway: Any) -> None:
@@ -497,3 +508,22 @@ async def test_many_streams_at_once_keep_their_own_text(gateway: Any) -> None:
     async with gateway.client() as client:
         texts = await asyncio.gather(*(ask(client, i) for i in range(32)))
     assert texts == [f"user: request {i}\nassistant: " for i in range(32)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_phases_so_far_are_told_as_server_timing(
+    gateway: Any, path: str, stream: bool
+) -> None:
+    async def half_a_second() -> None:
+        await asyncio.sleep(0.5)
+
+    gateway.backend.before_open = half_a_second
+    body = {"model": "tiny", "messages": HELLO, "prompt": "hello", "stream": stream}
+    reply = await gateway.post(path, body)
+    entries = [entry.split(";dur=") for entry in reply.headers["server-timing"].split(", ")]
+    assert [name for name, _ in entries] == list(PHASES if not stream else PHASES[:-1])
+    times = {name: float(duration) for name, duration in entries}
+    assert all(duration.partition(".")[2].isdigit() for _, duration in entries)
+    assert 500 <= times["queue"] < 5000
+    assert times["tokenize"] < 500

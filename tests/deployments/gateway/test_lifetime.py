@@ -238,8 +238,7 @@ async def test_a_slow_reader_stalls_its_own_stream_only(gateway: Any, spell_word
 
 
 async def test_a_server_that_stops_cancels_what_is_running(gateway: Any) -> None:
-    from deployments.gateway.edge import Edge
-    from deployments.gateway.work import Generation
+    from deployments.gateway.api import create_app
 
     async def never_closed() -> dict[str, Any]:
         await asyncio.Event().wait()
@@ -253,14 +252,9 @@ async def test_a_server_that_stops_cancels_what_is_running(gateway: Any) -> None
     async def send(message: Any) -> None:
         raise AssertionError("nobody is there to read this")
 
-    async def chat(scope: Any, receive: Any, send: Any) -> None:
-        from deployments.gateway.api import _chat  # pyright: ignore[reportPrivateUsage]
-
-        await Generation(gateway.state, "chat", _chat)(scope, receive, send)
-
     gateway.backend.script = lambda request, n: [forever]
-    edge = Edge(chat, True)
-    task = asyncio.create_task(edge({"type": "http", "headers": []}, receive, send))
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    task = asyncio.create_task(create_app(lambda: gateway.state)(scope, receive, send))
     while not gateway.backend.streams:
         await asyncio.sleep(0.005)
     task.cancel()

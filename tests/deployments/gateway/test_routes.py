@@ -5,11 +5,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 from deployments.gateway.api import create_app
 from deployments.gateway.state import GatewayState
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 
 
 async def test_the_openai_client_lists_and_reads_models(gateway: Any) -> None:
@@ -109,12 +110,27 @@ def test_without_a_state_every_route_answers_a_well_formed_error() -> None:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("root_path", ["", "/tailrace"])
+def test_generations_are_answered_below_a_root_path_too(root_path: str) -> None:
+    def starting() -> GatewayState:
+        raise RequestError("reached", code="reached")
+
+    with TestClient(create_app(starting), root_path=root_path) as client:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            reply = client.post(root_path + path, json={})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "reached")
+            assert reply.headers["x-request-id"].startswith("req_")
+            refused = client.get(root_path + path)
+            assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+
+
 def test_the_request_id_is_left_to_a_server_that_adds_it_itself() -> None:
     def starting() -> GatewayState:
         raise EngineError("starting")
 
     with TestClient(create_app(starting, echo_request_id=False)) as client:
         assert "x-request-id" not in client.get("/health").headers
+        assert "x-request-id" not in client.post("/v1/completions").headers
 
 
 def test_importing_the_api_brings_in_neither_torch_nor_transformers() -> None:
