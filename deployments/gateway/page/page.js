@@ -186,7 +186,7 @@ const QUEUE_COLUMNS = [
   { title: "Tokens waiting", number: true, value: (q) => number(q.tokens) },
   { title: "Oldest", number: true, value: (q) => (q.waiting ? seconds(q.oldest_age_s) : "–") },
   { title: "Wait p50 / p95 / p99", number: true, value: (q) => spread(q.wait) },
-  { title: "Slots free", number: true, value: (q) => `${number(q.free_slots)} of ${number(q.slots)}` },
+  { title: "Slots free", number: true, value: (q) => q.slots == null ? "–" : `${number(q.free_slots)} of ${number(q.slots)}` },
   { title: "Granted/s", number: true, value: (q) => number(q.granted_per_s) },
   { title: "Refused/s", number: true, value: (q) => number(q.refused_per_s) },
 ];
