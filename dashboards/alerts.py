@@ -288,8 +288,8 @@ def alerts() -> tuple[Group, ...]:
     """Every alert, by what it is about."""
     return (
         Group(name="tailrace-service-level-alerts", interval="30s", alerts=_SERVICE_LEVEL),
-        Group(name="tailrace-cluster-alerts", interval="15s", alerts=_CLUSTER),
-        Group(name="tailrace-queue-alerts", interval="15s", alerts=_QUEUE),
-        Group(name="tailrace-kv-alerts", interval="15s", alerts=_KV),
-        Group(name="tailrace-gpu-alerts", interval="15s", alerts=_GPU),
+        Group(name="tailrace-cluster-alerts", interval="10s", alerts=_CLUSTER),
+        Group(name="tailrace-queue-alerts", interval="10s", alerts=_QUEUE),
+        Group(name="tailrace-kv-alerts", interval="10s", alerts=_KV),
+        Group(name="tailrace-gpu-alerts", interval="10s", alerts=_GPU),
     )

@@ -142,12 +142,13 @@ def push(
             raise DashboardError(
                 f"{token_file}: {error.strerror or error}; give a file with the token"
             ) from error
-    changes = Grafana(url, token).push(
-        prometheus_url=prometheus_url,
-        datasource_uid=datasource_uid or DATASOURCE_UID,
-        folder_uid=folder_uid or FOLDER_UID,
-        runbook=runbook,
-    )
+    with Grafana(url, token) as grafana:
+        changes = grafana.push(
+            prometheus_url=prometheus_url,
+            datasource_uid=datasource_uid or DATASOURCE_UID,
+            folder_uid=folder_uid or FOLDER_UID,
+            runbook=runbook,
+        )
     lists = {
         "created": changes.created,
         "updated": changes.updated,

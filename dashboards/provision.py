@@ -51,7 +51,10 @@ class Changes:
 
 
 class Grafana:
-    """One Grafana, through grafana-client. Every method raises GrafanaError."""
+    """One Grafana, through grafana-client. Every method raises GrafanaError.
+
+    Holds connections: use it in `with`, or `close` it.
+    """
 
     def __init__(
         self,
@@ -86,6 +89,16 @@ class Grafana:
             protocol=parts.scheme,
             timeout=timeout_s,
         )
+
+    def __enter__(self) -> Grafana:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End its connections."""
+        self._api.client.s.close()
 
     def push(
         self,
@@ -191,12 +204,7 @@ class Grafana:
             wanted_uids.update(uids)
             name = group.name
             found = self._find(item, lambda name=name: api.get_rule_group(folder_uid, name))
-            before = found and {
-                "interval": found.get("interval"),
-                "rules": [_as_sent(rule) for rule in found.get("rules", ())],
-            }
-            after = {"interval": wanted["interval"], "rules": wanted["rules"]}
-            if changes.note(before, after, item):
+            if changes.note(found and _as_sent(found, wanted), wanted, item):
                 self._call(
                     item,
                     lambda name=name, wanted=wanted: api.update_rule_group(
@@ -267,6 +275,15 @@ def _with_datasource(value: dict[str, Any], uid: str) -> dict[str, Any]:
     return {**value, "templating": {**value["templating"], "list": variables}}
 
 
-def _as_sent(rule: dict[str, Any]) -> dict[str, Any]:
-    """A stored rule without what Grafana adds."""
-    return {k: v for k, v in rule.items() if k not in ("id", "updated", "provenance")}
+def _as_sent(stored: Any, sent: Any) -> Any:
+    """What was stored without what Grafana adds to it, so that it equals `sent` if it says the
+    same. Labels and annotations are compared whole: Grafana adds none."""
+    if isinstance(stored, dict) and isinstance(sent, dict):
+        return {
+            key: stored[key] if key in ("annotations", "labels") else _as_sent(stored[key], value)
+            for key, value in sent.items()
+            if key in stored
+        }
+    if isinstance(stored, list) and isinstance(sent, list) and len(stored) == len(sent):
+        return [_as_sent(a, b) for a, b in zip(stored, sent, strict=True)]
+    return stored

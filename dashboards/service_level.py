@@ -48,4 +48,4 @@ def service_level() -> Group:
                 labels=LABELS,
             )
         )
-    return Group(name="tailrace-service-level", interval="15s", recordings=tuple(recordings))
+    return Group(name="tailrace-service-level", interval="10s", recordings=tuple(recordings))
