@@ -250,6 +250,10 @@ def _tiers(window: _Window) -> list[dict[str, Any]]:
                 "ttft": window.spread(_TTFT, **of),
                 "itl": window.spread(_ITL, **of),
                 "e2e": window.spread(_E2E, **of),
+                "targets": {
+                    kind: window.gauge("tailrace_slo_target_seconds", tier=tier, slo=kind)
+                    for kind in SLO_KINDS
+                },
                 "attainment": _attainment(window, of),
                 "objective": window.gauge("tailrace_slo_objective_ratio", tier=tier),
                 "phases": {
@@ -263,7 +267,7 @@ def _tiers(window: _Window) -> list[dict[str, Any]]:
 
 
 def _attainment(window: _Window, of: Mapping[str, str]) -> dict[str, Any]:
-    """By kind of target: the target, verdicts in the window and the share that met it."""
+    """By kind of target: verdicts in the window and the share that met it."""
     found: dict[str, Any] = {}
     for kind in SLO_KINDS:
         met = window.count(_SLO, slo=kind, met="true", **of)
@@ -272,11 +276,6 @@ def _attainment(window: _Window, of: Mapping[str, str]) -> dict[str, Any]:
             continue
         judged = (met or 0.0) + (missed or 0.0)
         found[kind] = {
-            "target_s": (
-                window.gauge("tailrace_slo_target_seconds", slo=kind, tier=of["tier"])
-                if "tier" in of
-                else None
-            ),
             "judged": int(judged),
             "ratio": _rounded((met or 0.0) / judged) if judged else None,
         }

@@ -157,7 +157,7 @@ function spread(found, target, quantiles = ["p50", "p95", "p99"]) {
   });
 }
 
-const targetOf = (tier, kind) => tier.attainment[kind]?.target_s;
+const targetOf = (tier, kind) => tier.targets[kind];
 
 function met(tier) {
   const kinds = Object.entries(tier.attainment).filter(([, a]) => a.ratio != null);

@@ -137,9 +137,10 @@ def test_attainment_stands_beside_its_target():
     registry.counter("tailrace_slo_requests_total", slo="itl", met="true", **OF)
     (tier,) = looked.snapshot(1.0)["tiers"]
     assert tier["attainment"] == {
-        "ttft": {"target_s": 0.5, "judged": 4, "ratio": 0.75},
-        "itl": {"target_s": None, "judged": 0, "ratio": None},
+        "ttft": {"judged": 4, "ratio": 0.75},
+        "itl": {"judged": 0, "ratio": None},
     }
+    assert tier["targets"] == {"queue": None, "ttft": 0.5, "itl": None, "e2e": None}
     assert tier["objective"] == 0.99
 
 
