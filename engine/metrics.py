@@ -293,7 +293,7 @@ _DECLARED = (
     _counter(
         "tailrace_request_finishes_total",
         ("model", "tier", "reason"),
-        "Choices that ended, by finish reason: stop, length, cancelled or error.",
+        "Choices whose answer is whole, by finish reason: stop or length.",
     ),
     _counter(
         "tailrace_slo_requests_total",

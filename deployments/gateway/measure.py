@@ -2,7 +2,7 @@
 
 Aggregated per drain of a stream, never per token. Time per output token is that of `vllm bench`,
 (duration - ttft) / (tokens - 1). Inter-token latency is the gap between two writes, spread over the
-tokens of the second.
+tokens of the second. What a request is judged by is said in `engine.metrics` and decided in `slo`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from deployments.gateway.config import Targets
 from deployments.gateway.prepare import TIER
+from deployments.gateway.slo import Ending, Timing, verdicts
 from deployments.link.messages import StreamEvent, Usage
 from deployments.metrics import Counter, Gauge, Histogram, Registry
+from engine.metrics import SLO_KINDS
 
+OFFERED = "tailrace_requests_offered_total"
 REQUESTS = "tailrace_requests_total"
 DURATION = "tailrace_request_duration_seconds"
 TTFT = "tailrace_request_ttft_seconds"
@@ -25,6 +29,13 @@ CACHED_TOKENS = "tailrace_request_cached_tokens"
 PHASE = "tailrace_request_phase_seconds"
 INFLIGHT = "tailrace_requests_inflight"
 DISCONNECTS = "tailrace_client_disconnects_total"
+QUEUE = "tailrace_queue_duration_seconds"
+FINISHES = "tailrace_request_finishes_total"
+TOKENS_IN = "tailrace_input_tokens_total"
+TOKENS_OUT = "tailrace_output_tokens_total"
+JUDGED = "tailrace_slo_requests_total"
+GOOD_REQUESTS = "tailrace_goodput_requests_total"
+GOOD_TOKENS = "tailrace_goodput_tokens_total"
 
 UNKNOWN = "unknown"
 """Model of a request that was not understood, or asks for none of ours: clients' own inventions
@@ -41,6 +52,37 @@ class Series:
         self._ttft: dict[bool, Histogram] = {}
         self._requests: dict[str, Counter] = {}
         self._phases: dict[str, Histogram] = {}
+        self._queue: dict[str, Histogram] = {}
+        self._finishes: dict[str, Counter] = {}
+
+    @cached_property
+    def offered(self) -> Counter:
+        return self._counter(OFFERED)
+
+    @cached_property
+    def tokens_in(self) -> Counter:
+        return self._counter(TOKENS_IN)
+
+    @cached_property
+    def tokens_out(self) -> Counter:
+        return self._counter(TOKENS_OUT)
+
+    @cached_property
+    def good_requests(self) -> Counter:
+        return self._counter(GOOD_REQUESTS)
+
+    @cached_property
+    def good_tokens(self) -> Counter:
+        return self._counter(GOOD_TOKENS)
+
+    @cached_property
+    def judged(self) -> dict[tuple[str, bool], Counter]:
+        """By kind of target and verdict. All of them from the first one on: a share needs both."""
+        return {
+            (kind, met): self._counter(JUDGED, slo=kind, met="true" if met else "false")
+            for kind in SLO_KINDS
+            for met in (True, False)
+        }
 
     @cached_property
     def inflight(self) -> Gauge:
@@ -80,8 +122,19 @@ class Series:
     def requests(self, code: str) -> Counter:
         found = self._requests.get(code)
         if found is None:
-            found = self._registry.counter(REQUESTS, model=self._model, tier=self._tier, code=code)
-            self._requests[code] = found
+            found = self._requests[code] = self._counter(REQUESTS, code=code)
+        return found
+
+    def finishes(self, reason: str) -> Counter:
+        found = self._finishes.get(reason)
+        if found is None:
+            found = self._finishes[reason] = self._counter(FINISHES, reason=reason)
+        return found
+
+    def queue(self, outcome: str) -> Histogram:
+        found = self._queue.get(outcome)
+        if found is None:
+            found = self._queue[outcome] = self._histogram(QUEUE, outcome=outcome)
         return found
 
     def phase(self, phase: str) -> Histogram:
@@ -92,6 +145,9 @@ class Series:
 
     def disconnects(self, phase: str) -> Counter:
         return self._registry.counter(DISCONNECTS, model=self._model, phase=phase)
+
+    def _counter(self, name: str, **labels: str) -> Counter:
+        return self._registry.counter(name, model=self._model, tier=self._tier, **labels)
 
     def _histogram(self, name: str, **labels: str) -> Histogram:
         return self._registry.histogram(name, model=self._model, tier=self._tier, **labels)
@@ -111,27 +167,57 @@ class RequestMeter:
         return found
 
 
-def report_finish(
-    series: Series, duration_s: float, ttft_s: float | None, usage: Usage, num_choices: int
-) -> None:
+def mean_gap_s(
+    duration_s: float, ttft_s: float | None, tokens: int, num_choices: int
+) -> float | None:
+    """Time per output token; None where no choice has two tokens."""
+    steps = tokens / num_choices - 1
+    return None if ttft_s is None or steps <= 0 else (duration_s - ttft_s) / steps
+
+
+def report_finish(series: Series, usage: Usage, gap_s: float | None) -> None:
     """A request was answered whole."""
     series.input_tokens.observe(usage.prompt_tokens)
     series.output_tokens.observe(usage.completion_tokens)
     series.cached_tokens.observe(usage.cached_tokens)
-    tokens = usage.completion_tokens / num_choices
-    if ttft_s is not None and tokens > 1:
-        series.tpot.observe((duration_s - ttft_s) / (tokens - 1))
+    if gap_s is not None:
+        series.tpot.observe(gap_s)
 
 
 def report_end(
-    series: Series, code: str, duration_s: float, phases: Sequence[tuple[str, float]]
+    series: Series, status: str, duration_s: float, phases: Sequence[tuple[str, float]]
 ) -> None:
-    """A request is over. `code` is the HTTP status, or that of a failure after 200 was sent;
-    `phases` the seconds spent in each, which add up to the duration."""
-    series.requests(code).inc()
+    """A request is over. `status` is HTTP's, or that of a failure after 200 was sent; `phases` the
+    seconds spent in each, which add up to the duration."""
+    series.requests(status).inc()
     series.duration.observe(duration_s)
     for phase, seconds in phases:
         series.phase(phase).observe(seconds)
+
+
+def report_verdict(
+    series: Series, targets: Targets | None, status: int, timing: Timing, tokens: int
+) -> None:
+    """Whether a request that is over met the targets of its tier; `tokens` is its output."""
+    if targets is None:
+        return
+    ending = ending_of(status)
+    judged, found = series.judged, verdicts(targets, ending, timing)
+    for kind, met in found.items():
+        judged[kind, met].inc()
+    good = ending is Ending.ANSWERED and all(found.values())
+    # Also when it was not: from its first request on a tier has a goodput, if only of 0.
+    series.good_requests.inc(good)
+    series.good_tokens.inc(tokens if good else 0)
+
+
+def ending_of(status: int) -> Ending:
+    """How a request ended, by the status of its answer."""
+    if status < 400:
+        return Ending.ANSWERED
+    if status == 499:
+        return Ending.LEFT
+    return Ending.FAILED if status in (408, 429) or status >= 500 else Ending.REFUSED
 
 
 class Pace:

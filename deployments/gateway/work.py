@@ -34,9 +34,17 @@ from deployments.gateway.events import (
     Submitted,
     Tokenised,
 )
-from deployments.gateway.measure import UNKNOWN, Pace, report_end, report_finish
+from deployments.gateway.measure import (
+    UNKNOWN,
+    Pace,
+    mean_gap_s,
+    report_end,
+    report_finish,
+    report_verdict,
+)
 from deployments.gateway.openai import Collector, Tally
-from deployments.gateway.prepare import Plan
+from deployments.gateway.prepare import TIER, Plan
+from deployments.gateway.slo import Timing
 from deployments.gateway.sse import EventWriter
 from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent
@@ -173,6 +181,7 @@ class Generation:
         )
         self._inflight(-1)
         self._series, self._model = state.meter.of(model), model
+        self._series.offered.inc()
         self._inflight(+1)
         if self._first_s is not None:
             at_s = call.received_s + self._first_s
@@ -370,6 +379,7 @@ class Generation:
         at_s = now_s if admitted_s is None else min(admitted_s, now_s)
         log.append(Admitted(request_id=request_id, at_s=at_s, replica=replica))
         log.append(Submitted(request_id=request_id, at_s=now_s))
+        self._series.queue("granted").observe(at_s - self._marks[-1][1])
         self._marks += (("route", at_s), ("prefill", now_s))
 
     def _mark_first_token(self, now_s: float, *, streaming: bool) -> None:
@@ -393,11 +403,7 @@ class Generation:
                 reasons=tuple([r.value for r in tally.reasons if r is not None]),
             )
         )
-        ttft_s = None
-        if self._first_token_s is not None:
-            ttft_s = self._first_token_s - self._call.received_s
-        duration_s = now_s - self._call.received_s
-        report_finish(self._series, duration_s, ttft_s, usage, len(tally.reasons))
+        report_finish(self._series, usage, self._timing(now_s).itl_s)
         self._record_end("200", now_s)
 
     def _record_failure(self, failure: Failure) -> None:
@@ -411,7 +417,7 @@ class Generation:
                 message=failure.message,
             )
         )
-        self._record_end(str(failure.status), now_s)
+        self._record_end(str(failure.status), now_s, failure.code)
 
     def _record_disconnect(self) -> None:
         now_s = time.monotonic()
@@ -421,8 +427,40 @@ class Generation:
         self._series.disconnects(self._phase).inc()
         self._record_end("499", now_s)
 
-    def _record_end(self, code: str, now_s: float) -> None:
-        report_end(self._series, code, now_s - self._call.received_s, self._phases(now_s))
+    def _record_end(self, status: str, now_s: float, code: str | None = None) -> None:
+        duration_s, phases = now_s - self._call.received_s, self._phases(now_s)
+        series, plan, tokens = self._series, self._plan, 0
+        report_end(series, status, duration_s, phases)
+        if plan is None:
+            series.offered.inc()  # whatever it was: others are counted once they are understood
+        else:
+            tally = self._tally_of()
+            tokens = tally.completion_tokens
+            series.tokens_in.inc(plan.prompt_tokens)
+            series.tokens_out.inc(tokens)
+            for reason in tally.reasons:
+                if reason is not None:
+                    series.finishes(reason.value).inc()
+            if self._phase == "queue":
+                outcome = code or ("cancelled" if status == "499" else "failed")
+                series.queue(outcome).observe(now_s - self._marks[-1][1])
+        targets = self._config.slo.get(TIER)
+        report_verdict(series, targets, int(status), self._timing(now_s), tokens)
+
+    def _timing(self, now_s: float) -> Timing:
+        """What was measured of this request so far."""
+        received_s, marks, first_s = self._call.received_s, self._marks, self._first_token_s
+        queue_s = None
+        if len(marks) > 2:
+            queue_s = marks[2][1] - marks[1][1]
+        ttft_s = itl_s = None
+        if first_s is not None:
+            tally = self._tally_of()
+            ttft_s = first_s - received_s
+            itl_s = mean_gap_s(
+                now_s - received_s, ttft_s, tally.completion_tokens, len(tally.reasons)
+            )
+        return Timing(duration_s=now_s - received_s, queue_s=queue_s, ttft_s=ttft_s, itl_s=itl_s)
 
 
 async def _next(source: Events) -> tuple[int, list[StreamEvent]] | None:

@@ -1,0 +1,140 @@
+"""What the gateway's metrics say of requests that go well, go wrong, come late or are left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from deployments.gateway.measure import ending_of
+from deployments.gateway.slo import Ending
+from engine.errors import Overloaded
+
+PATH = "/v1/chat/completions"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+ALL_MET = {(kind, "true"): 1 for kind in ("queue", "ttft", "itl", "e2e")}
+
+
+def counted(gateway: Any, name: str, model: str = "tiny") -> dict[tuple[str, ...], float]:
+    """A family's values of one model above 0, by the labels after model and tier."""
+    return {
+        labels[2:]: getattr(series, "value", None) or getattr(series, "count", 0)
+        for metric, labels, series in gateway.metrics.series()
+        if metric.name == f"tailrace_{name}" and labels[0] == model
+        if (getattr(series, "value", 0) or getattr(series, "count", 0)) > 0
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_time_meets_every_target_and_is_goodput(
+    gateway: Any, stream: bool
+) -> None:
+    assert (await gateway.post(PATH, BODY | {"stream": stream, "n": 2})).status == 200
+    await gateway.settle()
+    assert counted(gateway, "requests_offered_total") == {(): 1}
+    assert counted(gateway, "slo_requests_total") == ALL_MET
+    assert counted(gateway, "goodput_requests_total") == {(): 1}
+    assert counted(gateway, "goodput_tokens_total") == {(): 8}
+    assert counted(gateway, "output_tokens_total") == {(): 8}
+    assert counted(gateway, "request_finishes_total") == {("stop",): 2}
+    assert counted(gateway, "queue_duration_seconds") == {("granted",): 1}
+    prompt = counted(gateway, "input_tokens_total")[()]
+    assert prompt == len(gateway.backend.request.prompt_ids)
+
+
+async def test_every_verdict_has_a_series_from_the_first_request_on(gateway: Any) -> None:
+    await gateway.post(PATH, BODY)
+    await gateway.settle()
+    there = [
+        (labels[2:], series.value)
+        for metric, labels, series in gateway.metrics.series()
+        if metric.name == "tailrace_slo_requests_total" and labels[3] == "false"
+    ]
+    assert sorted(there) == [((kind, "false"), 0) for kind in ("e2e", "itl", "queue", "ttft")]
+
+
+async def test_a_late_answer_misses_and_is_no_goodput(gateway: Any) -> None:
+    gateway.state.apply({"slo": {"default": {"queue_s": None, "ttft_s": 1e-6, "itl_s": 1e-9}}})
+    await gateway.post(PATH, BODY)
+    await gateway.settle()
+    assert counted(gateway, "slo_requests_total") == {
+        ("ttft", "false"): 1,
+        ("itl", "false"): 1,
+        ("e2e", "true"): 1,
+    }
+    assert counted(gateway, "goodput_tokens_total") == {}
+    assert counted(gateway, "output_tokens_total") == {(): 4}
+
+
+async def test_no_room_misses_everything_and_tells_the_queue_why(gateway: Any) -> None:
+    def full() -> None:
+        raise Overloaded("no room", code="queue_full", retry_after_s=1.0)
+
+    gateway.backend.before_open = full
+    assert (await gateway.post(PATH, BODY)).status in (429, 503)
+    await gateway.settle()
+    assert counted(gateway, "slo_requests_total") == {
+        (kind, "false"): 1 for kind in ("queue", "ttft", "itl", "e2e")
+    }
+    assert counted(gateway, "queue_duration_seconds") == {("queue_full",): 1}
+    assert counted(gateway, "requests_offered_total") == {(): 1}
+    assert counted(gateway, "goodput_requests_total") == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "model"),
+    [({**BODY, "model": "nobody's"}, "unknown"), ({**BODY, "n": 0}, "unknown"), ({}, "unknown")],
+)
+async def test_a_request_at_fault_is_offered_and_not_judged(
+    gateway: Any, body: dict[str, Any], model: str
+) -> None:
+    assert 400 <= (await gateway.post(PATH, body)).status < 500
+    await gateway.settle()
+    assert counted(gateway, "requests_offered_total", model) == {(): 1}
+    assert counted(gateway, "slo_requests_total", model) == {}
+    assert counted(gateway, "requests_offered_total") == {}
+
+
+async def test_who_leaves_while_waiting_is_counted_there_and_judged_by_what_passed(
+    gateway: Any,
+) -> None:
+    waiting = asyncio.Event()
+
+    async def wait() -> None:
+        waiting.set()
+        await asyncio.sleep(30)
+
+    gateway.backend.before_open = wait
+    gateway.state.apply({"slo": {"default": {"queue_s": 1e-6, "ttft_s": 20.0}}})
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = json.dumps(BODY).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await asyncio.wait_for(waiting.wait(), 10)
+    writer.close()
+    await gateway.settle()
+    assert counted(gateway, "queue_duration_seconds") == {("cancelled",): 1}
+    assert counted(gateway, "slo_requests_total") == {("queue", "false"): 1}
+    assert counted(gateway, "goodput_requests_total") == {}
+
+
+async def test_a_tier_without_targets_is_not_judged(gateway: Any) -> None:
+    gateway.state.apply({"slo": {}})
+    await gateway.post(PATH, BODY)
+    await gateway.settle()
+    assert counted(gateway, "slo_requests_total") == {}
+    assert counted(gateway, "requests_offered_total") == {(): 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "ending"),
+    [
+        *((200, Ending.ANSWERED), (499, Ending.LEFT), (400, Ending.REFUSED), (404, Ending.REFUSED)),
+        *((413, Ending.REFUSED), (408, Ending.FAILED), (429, Ending.FAILED)),
+        *((500, Ending.FAILED), (503, Ending.FAILED), (504, Ending.FAILED)),
+    ],
+)
+def test_the_status_says_whose_fault_it_was(status: int, ending: Ending) -> None:
+    assert ending_of(status) is ending
