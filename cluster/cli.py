@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "bench": "cluster.bench.command:bench",
     "chat": "cluster.chat:chat",
+    "compare": "cluster.compare.command:compare",
     "dashboards": "dashboards.command:dashboards",
     "gpus": "cluster.gpus:gpus",
     "replay": "cluster.replay.command:replay",

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+slo_option = click.option(
+    "--slo",
+    multiple=True,
+    metavar="TIER:ttft=S,itl=S,e2e=S",
+    help="Targets of a tier in seconds; * is every tier. May be given more than once.",
+)
+
+
 def figure_options(command: _F) -> _F:
     """`--slo`, `--price`, `--prices` and `--currency`; see `slo_of` and `prices_of`."""
     for option in (
@@ -34,12 +42,7 @@ def figure_options(command: _F) -> _F:
             metavar="NAME=PER_HOUR[xUNITS[xREPLICAS]]",
             help="What hardware costs, such as gpu=2.50x4x2. May be given more than once.",
         ),
-        click.option(
-            "--slo",
-            multiple=True,
-            metavar="TIER:ttft=S,itl=S,e2e=S",
-            help="Targets of a tier in seconds; * is every tier. May be given more than once.",
-        ),
+        slo_option,
     ):
         command = option(command)
     return command
