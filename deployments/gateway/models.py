@@ -198,4 +198,5 @@ def _known(info: ModelInfo | None) -> tuple[Any, ...] | None:
 
 def _loaded(served: _Served) -> ModelInfo | None:
     info = served.info
-    return None if info is None else replace(info, name=served.route.name)
+    name = served.route.name
+    return info if info is None or info.name == name else replace(info, name=name)

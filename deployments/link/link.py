@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
 _BEAT = encode_frame([Kind.BEAT])
+_BATCH = 8
+"""Messages that may wait for the end of a loop iteration to leave in one write. More leave at once:
+in a burst the peer would idle until the last of them was made."""
+
 _LINGER_S = 1.0
 """How long a closing link may take to write what it holds."""
 
@@ -215,7 +219,7 @@ class Link(asyncio.BufferedProtocol):
         return self._outgoing_bytes + (transport.get_write_buffer_size() if transport else 0)
 
     def send(self, message: Sequence[Any]) -> bool:
-        """Queue one message. All messages of one loop iteration leave in one write.
+        """Queue one message. The messages of one loop iteration leave together, eight in a write.
 
         False, and nothing is sent, when the link is not open: `on_close` tells everybody once, so
         that senders need not. Raises `WireError` for a message above the frame limit.
@@ -296,8 +300,8 @@ class Link(asyncio.BufferedProtocol):
         self._reader.stop()
         self._wake_drains()
         transport = self._transport
-        if transport is None:
-            return
+        if transport is None or transport.is_closing():
+            return  # not there yet, or somebody gave up dialling: nothing can be said
         if reason.code in (CloseCode.LEASE_EXPIRED, CloseCode.PEER_STALLED):
             transport.abort()
             return
@@ -336,7 +340,7 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._last_received = self._loop.time()
-        self._corked = True  # answers to everything in this read leave in one write
+        self._corked = True  # answers to everything in this read leave together
         try:
             self._reader.received(nbytes)
         except WireError as error:
@@ -450,7 +454,9 @@ class Link(asyncio.BufferedProtocol):
     def _queue(self, frame: bytes) -> None:
         self._outgoing.append(frame)
         self._outgoing_bytes += len(frame)
-        if not (self._corked or self._flush_due):
+        if len(self._outgoing) >= _BATCH:
+            self._flush()
+        elif not (self._corked or self._flush_due):
             self._flush_due = True
             self._loop.call_soon(self._flush_soon)
 

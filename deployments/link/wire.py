@@ -32,8 +32,8 @@ discards it."""
 
 PAYLOAD_KINDS = frozenset({Kind.CHUNK})
 
-# msgpack ships no types for its C module.
-pack = cast("Callable[[Any], bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+# msgpack ships no types for its C module. One packer for all: making one costs as much as packing.
+pack = cast("Callable[[Any], bytes]", msgpack.Packer().pack)  # pyright: ignore[reportUnknownMemberType]
 _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 _KINDS = frozenset(int(kind) for kind in Kind)

@@ -66,8 +66,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         environment = _environment(now)
         try:
-            self._template = environment.from_string(template)
-            self._tool_template = environment.from_string(tool_template or template)
+            self._template = _compile(environment, template)
+            self._tool_template = _compile(environment, tool_template or template)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: line {error.lineno}: {error.message}") from error
 
@@ -168,6 +168,14 @@ class ChatTemplate:
                 f"{error}): check roles and content",
                 param="messages",
             ) from error
+
+
+def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
+    template = environment.from_string(source)
+    # Jinja layers a template's own globals over the environment's, and walks through the layers at
+    # every rendering: three quarters of the time of a short one. There are none of its own.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
