@@ -127,6 +127,20 @@ class Logging(_Strict):
     """Also the request's body, up to 64 KiB of it: prompts and all."""
 
 
+class RequestLogging(_Strict):
+    """A line of JSON for each request, without its text: lengths, times, prefix hashes, outcome.
+    `tailrace replay` takes the file."""
+
+    path: str = Field(min_length=1)
+    """On the gateway's machine. A gateway that finds it taken puts its own name behind it."""
+
+    max_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
+    """Then it is renamed to `PATH.1`, that to `PATH.2`, ..."""
+
+    keep: int = Field(default=4, ge=0, le=1000)
+    """Renamed files that are kept."""
+
+
 class GatewayConfig(_Strict):
     """The whole of `user_config`."""
 
@@ -147,6 +161,8 @@ class GatewayConfig(_Strict):
     explain: Explaining = Explaining()
     tracing: Tracing = Tracing()
     logs: Logging = Logging()
+    request_log: RequestLogging | None = None
+    """None: off."""
 
     @model_validator(mode="after")
     def _tiers_exist(self) -> GatewayConfig:
@@ -226,6 +242,7 @@ def _siblings(loc: tuple[int | str, ...]) -> list[str]:
             "explain": Explaining,
             "tracing": Tracing,
             "logs": Logging,
+            "request_log": RequestLogging,
         }
         section = sections.get(str(part), section)
     return sorted(section.model_fields)

@@ -27,6 +27,7 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import ModelClient
 from deployments.gateway.figures import ClusterFigures
 from deployments.gateway.models import ClusterModels
+from deployments.gateway.request_log import RequestLog
 from deployments.gateway.state import GatewayState
 from deployments.holds import HoldKeeper
 from deployments.metrics import Registry
@@ -63,13 +64,18 @@ class GatewayProcess:
         self.models = ClusterModels(self._connect)
         self._figures = ClusterFigures(self.registry)
         self._reporter: asyncio.Task[None] | None = None
+        self._request_log = RequestLog(secret, own_id)
         _state = self.state = GatewayState(self.models, self.registry)
+        self.state.explainer.gateway = own_id
         spare_startup()
         if straight_in:
             ingress.open_door(edge.straight_in(generations(get_state)))
 
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
+        parsed = GatewayConfig.parse(user_config)
+        await self._request_log.configure(parsed.request_log)
+        self.state.request_log = self._request_log if parsed.request_log else None
         config = self.state.apply(user_config)
         await self.models.apply(config)
         if self._reporter is None:
@@ -80,7 +86,9 @@ class GatewayProcess:
         ingress.open_door(None)
         if self._reporter is not None:
             self._reporter.cancel()
+        await self.state.close()
         await self.models.close()
+        await self._request_log.close()
 
     def _connect(self, app: str) -> ModelClient:
         # Unchecked: a model may be routed to before its application is there, as when a whole
@@ -106,6 +114,7 @@ class GatewayProcess:
             queue,
             HoldKeeper(hold, self._own_id),
             on_snapshot=figures,
+            answers=self.state.explainer.answers(),
         )
 
     async def _report(self) -> None:

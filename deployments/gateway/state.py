@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.explain.request import RequestRecord
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog
+from deployments.gateway.explain import Explainer, JournalSource
 from deployments.gateway.live import LiveView
 from deployments.gateway.measure import RequestMeter
+from deployments.gateway.request_log import RequestLog
+from deployments.logs import RequestLines
 from deployments.metrics import Registry
+from deployments.tracing import Tracer
+
+CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -26,6 +36,12 @@ class GatewayState:
     log: EventLog = field(init=False)
     meter: RequestMeter = field(init=False)
     live: LiveView = field(init=False)
+    explainer: Explainer = field(init=False)
+    tracer: Tracer | None = None
+    lines: RequestLines = field(default_factory=RequestLines)
+    request_log: RequestLog | None = None
+    """None where nobody gave it a file."""
+
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""
 
@@ -33,10 +49,48 @@ class GatewayState:
         self.log = EventLog(self.config.event_log_size)
         self.meter = RequestMeter(self.metrics)
         self.live = LiveView(self.metrics, time.time)
+        backend = self.backend
+        self.explainer = Explainer(backend if isinstance(backend, JournalSource) else None)
 
     def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:
         """Adopt a configuration for requests to come. Raises ConfigError and changes nothing."""
         config = GatewayConfig.parse(user_config)
+        self._trace(config)
+        kept = config.explain
+        self.explainer.resize(recent=kept.recent, slowest=kept.slowest, keep_s=kept.keep_s)
         self.log.resize(config.event_log_size)
         self.config = config
         return config
+
+    def ended(self, record: RequestRecord, body: bytes | None) -> None:
+        """A request is over. `body` is what the client sent, where prompts may be logged."""
+        self.explainer.end(record)
+        if self.config.logs.requests:
+            self.lines.write(record, body)
+
+    async def close(self) -> None:
+        """What is queued for the collector is sent, if it takes it at once."""
+        await self.explainer.close()
+        if self.tracer is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self.tracer.close), CLOSE_S)
+
+    def _trace(self, config: GatewayConfig) -> None:
+        wanted, tracer = config.tracing, self.tracer
+        if wanted == self.config.tracing and (tracer is not None) == bool(wanted.endpoint):
+            return
+        fresh = None
+        if wanted.endpoint is not None:
+            fresh = Tracer(
+                wanted.endpoint,
+                sample=wanted.sample,
+                headers=wanted.headers,
+                timeout_s=wanted.timeout_s,
+                delay_s=wanted.delay_s,
+                instance=self.explainer.gateway,
+            )
+        self.tracer = fresh
+        self.explainer.on_traced = None if fresh is None else fresh.export
+        if tracer is not None:
+            # It sends what it still has, which may take as long as the collector lets it.
+            threading.Thread(target=tracer.close, name="closing a tracer", daemon=True).start()

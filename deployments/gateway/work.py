@@ -18,8 +18,10 @@ from contextlib import aclosing
 from enum import Enum
 from typing import Any, cast
 
+import orjson
 from starlette.types import Message, Receive, Scope, Send
 
+from deployments.explain.request import RequestRecord
 from deployments.gateway.backend import Backend, Stream
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import ClientGone, call_of, read_body, send_failure
@@ -34,6 +36,7 @@ from deployments.gateway.events import (
     Submitted,
     Tokenised,
 )
+from deployments.gateway.identity.config import DEFAULT_TENANT
 from deployments.gateway.measure import (
     UNKNOWN,
     Pace,
@@ -44,10 +47,14 @@ from deployments.gateway.measure import (
 )
 from deployments.gateway.openai import Collector, Tally
 from deployments.gateway.prepare import TIER, Plan
+from deployments.gateway.request_log import Noted, unix_s
 from deployments.gateway.slo import Timing
+from deployments.gateway.spans import count as count_spans
+from deployments.gateway.spans import told_by
 from deployments.gateway.sse import EventWriter
 from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent
+from deployments.tracing import traceparent
 
 Prepare = Callable[[Backend, GatewayConfig, bytes], Awaitable[Plan]]
 Events = AsyncGenerator[tuple[int, list[StreamEvent]], None]
@@ -100,6 +107,12 @@ class Generation:
         self._complete = False
         """The last of the answer is going out: the client may leave."""
 
+        self._explain = False
+        """The client wants to be told with its answer."""
+
+        self._body: bytes | None = None
+        """What the client sent, where prompts are logged."""
+
         self._first_token_s: float | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._watch: asyncio.Task[None] | None = None
@@ -107,6 +120,12 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call = call_of(scope)
         self._send = send
+        record = self._record = RequestRecord(
+            call.request_id, self._endpoint, call.received_s, time.time()
+        )
+        self._state.explainer.begin(record)
+        if self._state.tracer is not None:
+            record.trace = self._state.tracer.begin(scope["headers"])
         self._marks.append(("tokenize", call.received_s))
         self._state.log.append(
             Received(
@@ -160,6 +179,10 @@ class Generation:
     async def _run(self, scope: Scope, receive: Receive) -> None:
         state, call = self._state, self._call
         body = await read_body(scope, receive, self._config.limits.max_body_bytes)
+        record = self._record
+        record.read_s = time.monotonic()
+        if self._config.logs.log_prompts:
+            self._body = body
         self._watch = self._loop.create_task(self._watch_client(receive))
         plan = await self._prepare(state.backend, self._config, body)
         self._plan, self._tally = plan, Tally(plan)
@@ -179,6 +202,16 @@ class Generation:
                 n=plan.n,
             )
         )
+        first = plan.requests[0]
+        record.answer_id, record.model, record.stream = plan.answer_id, model, plan.stream
+        record.tokenised_s, record.tier, record.salt = now_s, TIER, first.salt
+        record.prompt_tokens, record.num_choices = plan.prompt_tokens, plan.num_choices
+        record.max_tokens = first.params.max_tokens
+        record.spans, self._explain = told_by(
+            scope["headers"], plan.extension, record.received_unix_s
+        )
+        if record.spans:
+            count_spans(state.metrics, model, TIER, record.spans)
         self._inflight(-1)
         self._series, self._model = state.meter.of(model), model
         self._series.offered.inc()
@@ -245,7 +278,11 @@ class Generation:
     async def _open(self, plan: Plan, prompt: int) -> Stream:
         remaining_s = max(0.0, self._deadline_s - time.monotonic())
         stream = await self._state.backend.open(
-            plan.info.name, plan.requests[prompt], n=plan.n, remaining_s=remaining_s
+            plan.info.name,
+            plan.requests[prompt],
+            n=plan.n,
+            remaining_s=remaining_s,
+            journal=self._record.prompt(prompt),
         )
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
@@ -262,14 +299,19 @@ class Generation:
     async def _answer(self, tally: Tally) -> None:
         tally.close()
         body = self._collector.body(tally)
+        if self._explain:
+            explanation = orjson.dumps(await self._explanation(tally))
+            body = body[:-1] + b',"explain":' + explanation + b"}"
         self.started = self._complete = True
         headers = (
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            (b"server-timing", self._server_timing()),
+            *self._told_headers(),
         )
+        before_s = time.monotonic()
         await self._to_client(self._call.head(200, headers))
         await self._to_client({"type": "http.response.body", "body": body, "more_body": False})
+        self._record.wrote(time.monotonic() - before_s)
 
     async def _stream(self, prompt: int, events: list[StreamEvent]) -> None:
         tally, writer = self._tally_of(), self._writer
@@ -278,6 +320,8 @@ class Generation:
         if tally.complete:
             # The end goes out together with what came before it: one write instead of two.
             tally.close()
+            if self._explain:
+                body += writer.explained(await self._explanation(tally))
             body += writer.close()
             self._complete = True
         elif not body:
@@ -285,12 +329,14 @@ class Generation:
         if not self.started:
             # Not before there is something to send: until then an error still has its status.
             self.started = True
-            timing = (b"server-timing", self._server_timing())
-            await self._to_client(self._call.head(200, (*_STREAM_HEADERS, timing)))
+            head = self._call.head(200, (*_STREAM_HEADERS, *self._told_headers()))
+            await self._to_client(head)
+        before_s = time.monotonic()
         await self._to_client(
             {"type": "http.response.body", "body": body, "more_body": not self._complete}
         )
         now_s = time.monotonic()
+        self._record.wrote(now_s - before_s)
         self._pace.count(prompt, events, now_s)
         if self._first_token_s is None:
             self._mark_first_token(now_s, streaming=True)
@@ -357,6 +403,20 @@ class Generation:
         ends.append(now_s)
         return [(mark[0], end_s - mark[1]) for mark, end_s in zip(marks, ends, strict=True)]
 
+    def _told_headers(self) -> list[tuple[bytes, bytes]]:
+        """What an answer's head tells of how it went so far."""
+        headers = [(b"server-timing", self._server_timing())]
+        if self._record.trace is not None:
+            headers.append((b"traceparent", traceparent(self._record.trace)))
+        return headers
+
+    async def _explanation(self, tally: Tally) -> dict[str, Any]:
+        """How the request went up to its last token: the writing of it is still to come."""
+        record = self._record
+        record.completion_tokens = tally.completion_tokens
+        record.cached_tokens = tally.cached_tokens
+        return (await self._state.explainer.waterfall(record)).to_json()
+
     def _server_timing(self) -> bytes:
         """Milliseconds in each phase so far, in the words of W3C Server Timing."""
         phases = self._phases(time.monotonic())
@@ -383,7 +443,7 @@ class Generation:
         self._marks += (("route", at_s), ("prefill", now_s))
 
     def _mark_first_token(self, now_s: float, *, streaming: bool) -> None:
-        self._first_token_s = now_s
+        self._first_token_s = self._record.first_token_s = now_s
         self._marks.append(("stream", now_s))
         self._state.log.append(FirstToken(request_id=self._call.request_id, at_s=now_s))
         if streaming and len(self._timers) > 1:
@@ -404,6 +464,7 @@ class Generation:
             )
         )
         report_finish(self._series, usage, self._timing(now_s).itl_s)
+        self._record.outcome = "finished"
         self._record_end("200", now_s)
 
     def _record_failure(self, failure: Failure) -> None:
@@ -417,6 +478,7 @@ class Generation:
                 message=failure.message,
             )
         )
+        self._record.outcome, self._record.code = "failed", failure.code or ""
         self._record_end(str(failure.status), now_s, failure.code)
 
     def _record_disconnect(self) -> None:
@@ -425,6 +487,7 @@ class Generation:
             Disconnected(request_id=self._call.request_id, at_s=now_s, phase=self._phase)
         )
         self._series.disconnects(self._phase).inc()
+        self._record.outcome = "disconnected"
         self._record_end("499", now_s)
 
     def _record_end(self, status: str, now_s: float, code: str | None = None) -> None:
@@ -446,6 +509,14 @@ class Generation:
                 series.queue(outcome).observe(now_s - self._marks[-1][1])
         targets = self._config.slo.get(TIER)
         report_verdict(series, targets, int(status), self._timing(now_s), tokens)
+        if self._state.request_log is not None and self._plan is not None:
+            self._state.request_log.note(self._noted(self._plan, int(status), code, duration_s))
+        record, tally = self._record, self._tally
+        record.ended_s, record.status = now_s, int(status)
+        if tally is not None:
+            record.completion_tokens = tally.completion_tokens
+            record.cached_tokens = tally.cached_tokens
+        self._state.ended(record, self._body)
 
     def _timing(self, now_s: float) -> Timing:
         """What was measured of this request so far."""
@@ -461,6 +532,29 @@ class Generation:
                 now_s - received_s, ttft_s, tally.completion_tokens, len(tally.reasons)
             )
         return Timing(duration_s=now_s - received_s, queue_s=queue_s, ttft_s=ttft_s, itl_s=itl_s)
+
+    def _noted(self, plan: Plan, status: int, code: str | None, duration_s: float) -> Noted:
+        """This request for the request log."""
+        tally, call = self._tally_of(), self._call
+        first_s = self._first_token_s
+        return Noted(
+            at_unix_s=unix_s(call.received_s),
+            endpoint=self._endpoint,
+            stream=plan.stream,
+            model=plan.info.name,
+            tier=TIER,
+            tenant=DEFAULT_TENANT,
+            requests=plan.requests,
+            n=plan.n,
+            completion_tokens=tally.completion_tokens,
+            cached_tokens=tally.cached_tokens,
+            finish=tuple([reason.value for reason in tally.reasons if reason is not None]),
+            status=status,
+            code=code,
+            phases=self._phases(call.received_s + duration_s),
+            ttft_s=None if first_s is None else first_s - call.received_s,
+            duration_s=duration_s,
+        )
 
 
 async def _next(source: Events) -> tuple[int, list[StreamEvent]] | None:
