@@ -122,6 +122,7 @@ def replay(traces: tuple[str, ...], **options: Any) -> None:
     from cluster.replay.replay import RAW_FILE, offer, open_raw, prepare
     from cluster.report.figures import summarise
     from cluster.report.files import write_report
+    from cluster.report.pools import PoolSampler
     from cluster.report.single import headline
 
     slo = slo_of(options["slo"])
@@ -141,9 +142,11 @@ def replay(traces: tuple[str, ...], **options: Any) -> None:
         done, outcomes = offer(prepared, say=say)
         summary = summarise(done, outcomes, slo, prices)
     else:
-        with open_raw(directory) as raw:
+        with open_raw(directory) as raw, PoolSampler(prepared.target.url) as pools:
             done, outcomes = offer(prepared, raw=raw, say=say)
-        summary = write_report(directory, done, outcomes, slo=slo, prices=prices).summary
+        summary = write_report(
+            directory, done, outcomes, slo=slo, prices=prices, pools=pools.samples
+        ).summary
     if options["as_json"]:
         emit(summary)
         return
