@@ -83,7 +83,7 @@ def request_line(record: RequestRecord, prompt: bytes | None = None) -> dict[str
     return line
 
 
-class RequestLog:
+class RequestLines:
     """Writes the lines. In JSON-encoded logs the fields are the record's own, under `request`; in
     text the line's message is the JSON object."""
 

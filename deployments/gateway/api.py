@@ -18,6 +18,7 @@ from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import Edge, FrontDoor, Posts, call_of, read_body
 from deployments.gateway.errors import Failure, describe, refusal, retry_after
+from deployments.gateway.explain_routes import add_explain
 from deployments.gateway.openai import model_body
 from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
@@ -187,13 +188,15 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 
+    add_explain(app, get_state, _ERRORS)
     add_page(app, get_state)
     app.openapi = lambda: _openapi(app)
     return app
 
 
 async def _read(request: Request, state: GatewayState) -> bytes:
-    return await read_body(request.scope, request.receive, state.config.limits.max_body_bytes)
+    limit = state.config.limits.max_body_bytes
+    return await read_body(call_of(request.scope), request.receive, limit)
 
 
 def _json(value: Any) -> Response:

@@ -13,13 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from deployments.explain.asking import Handler
 from deployments.explain.clocks import Offset
 from deployments.explain.decode import DecodeFacts
 from deployments.explain.request import Leg, RequestRecord
 from deployments.explain.ring import Ring
 from deployments.explain.waterfall import Phase, Waterfall, assemble
+from deployments.link.link import Link
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ MAX_JOURNALS = 32
 ELSEWHERE_S = 2.0
 
 
+@runtime_checkable
 class JournalSource(Protocol):
     """The way to what other processes know."""
 
@@ -129,6 +132,17 @@ class Explainer:
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
 
+    def answers(self) -> dict[str, Handler]:
+        """For other gateways' questions."""
+
+        async def explain(link: Link, request_id: str, salt: str | None) -> dict[str, Any] | None:
+            return await self.explain(request_id, salt)
+
+        def requests(link: Link, listing: list[Any]) -> list[dict[str, Any]]:
+            return self.list_here(Listing.from_wire(listing))
+
+        return {"explain": explain, "requests": requests}
+
     async def close(self) -> None:
         for task in list(self._fetching):
             task.cancel()
@@ -172,8 +186,8 @@ class Explainer:
             if other is not None:
                 return other
         raise RequestError(
-            f"request {request_id[:128]!r}: none of the {1 + len(others)} gateways that answered "
-            "remembers it; they keep the latest requests and the slowest of each tier, see "
+            f"request {request_id[:128]!r}: none of {1 + len(others)} gateways remembers it; "
+            "they keep the latest requests and the slowest of each tier, see "
             "/tailrace/requests and `explain` in the gateway's user_config",
             code="request_not_found",
             param="request_id",

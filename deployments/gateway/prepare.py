@@ -20,6 +20,7 @@ from deployments.gateway.schemas import (
     SamplingBody,
     Tool,
 )
+from deployments.gateway.spans import Extension
 from engine.errors import RequestError
 from engine.request import Request, SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -63,6 +64,9 @@ class Plan:
     usage: UsageMode
     echo: tuple[str, ...] | None = None
     """Texts of the prompts, where the answer is to repeat them."""
+
+    extension: Extension | None = None
+    """What the client told beside OpenAI's fields."""
 
     @property
     def num_choices(self) -> int:
@@ -270,6 +274,7 @@ def _plan(
         stream=bool(body.stream),
         usage=_usage_mode(config, body),
         echo=echo,
+        extension=body.tailrace,
     )
 
 

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import LiteralString
 
+from deployments.gateway.spans import Extension
 from engine.errors import RequestError
 
 
@@ -173,6 +174,9 @@ class SamplingBody(Body):
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    tailrace: Extension | None = None
+    """Ours: time outside the model, and the wish to have the answer explained."""
+
     user: str | None = None
     safety_identifier: ShortText | None = None
     metadata: dict[ShortText, LongText] | None = Field(default=None, max_length=16)

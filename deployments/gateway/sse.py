@@ -9,6 +9,7 @@ data: {..,"choices":[{"index":0,  "delta":{"content":  "text"  },"logprobs":null
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
@@ -110,6 +111,10 @@ class EventWriter:
         if self._chat:
             return orjson.dumps(chat_logprobs(entries))
         return orjson.dumps(self._offsets[choice].extend(entries))
+
+    def explained(self, explanation: dict[str, Any]) -> bytes:
+        """A chunk without choices that carries the explanation. The last one before `close`."""
+        return self._head + b'],"explain":' + orjson.dumps(explanation) + b"}\n\n"
 
     def close(self) -> bytes:
         """The usage chunk, if it was asked for, and `[DONE]`. The tally is closed."""

@@ -15,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 
+from deployments.explain.request import PromptJournal
 from deployments.gateway.api import create_app
 from deployments.gateway.backend import ModelInfo
 from deployments.gateway.config import GatewayConfig
@@ -117,7 +118,13 @@ class FakeBackend:
         return self.infos[name]
 
     async def open(
-        self, model: str, request: Request, *, n: int, remaining_s: float | None
+        self,
+        model: str,
+        request: Request,
+        *,
+        n: int,
+        remaining_s: float | None,
+        journal: PromptJournal | None = None,
     ) -> FakeStream:
         self.opened.append((model, request, n, remaining_s))
         if self.before_open is not None:
