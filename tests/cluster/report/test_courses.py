@@ -1,7 +1,7 @@
 import numpy as np
+from outcomes import outcome
 
 from cluster.report import courses
-from tests.support.outcomes import outcome
 
 
 def test_in_flight_counts_who_is_between_beginning_and_end():

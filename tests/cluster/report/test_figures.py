@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from outcomes import failed, outcome, run, simulated
 
 from cluster.replay.outcome import Outcome, RunEnd
 from cluster.report.figures import (
@@ -18,7 +19,6 @@ from cluster.report.figures import (
 )
 from cluster.report.prices import Price, PriceTable
 from cluster.report.targets import Targets
-from tests.support.outcomes import failed, outcome, run, simulated
 
 FEW = Bootstrap(num_resamples=50)
 LOOSE = {"*": Targets(ttft_s=1.0, itl_s=0.1)}

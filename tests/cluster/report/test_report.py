@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
+from outcomes import failed, outcome, run, simulated
 
 from cluster.errors import ClusterError
 from cluster.replay.outcome import ResultWriter, RunEnd
@@ -15,7 +16,6 @@ from cluster.report.definitions import DEFINITIONS
 from cluster.report.figures import Bootstrap
 from cluster.report.files import write_report
 from cluster.report.prices import parse_prices
-from tests.support.outcomes import failed, outcome, run, simulated
 
 FEW = Bootstrap(num_resamples=20)
 VOID = {"meta"}
