@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deployments.explain.waterfall import Phase, Segment, Waterfall
@@ -51,22 +51,18 @@ _SPANS = {
 }
 
 
-def parent_of(headers: Sequence[tuple[bytes, bytes]]) -> tuple[str, str, bool] | None:
+def parent_of(headers: Mapping[bytes, bytes]) -> tuple[str, str, bool] | None:
     """Trace id, span id and the sampled flag of the `traceparent` header; None where there is no
     valid one (W3C Trace Context, level 1: an invalid one is ignored)."""
-    for name, value in headers:
-        if name != b"traceparent":
-            continue
-        match = _TRACEPARENT.fullmatch(value.strip())
-        if match is None or match["version"] == b"ff":
-            return None
-        if match["version"] == b"00" and match[5] is not None:
-            return None
-        trace, span = match["trace"].decode(), match["span"].decode()
-        if not int(trace, 16) or not int(span, 16):
-            return None
-        return trace, span, bool(int(match["flags"], 16) & 1)
-    return None
+    match = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"").strip())
+    if match is None or match["version"] == b"ff":
+        return None
+    if match["version"] == b"00" and match[5] is not None:
+        return None
+    trace, span = match["trace"].decode(), match["span"].decode()
+    if not int(trace, 16) or not int(span, 16):
+        return None
+    return trace, span, bool(int(match["flags"], 16) & 1)
 
 
 class Tracer:
@@ -111,7 +107,7 @@ class Tracer:
             schedule_delay_millis=delay_s * 1000,
         )
 
-    def begin(self, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
+    def begin(self, headers: Mapping[bytes, bytes]) -> Trace:
         """A request came in."""
         parent = parent_of(headers)
         own = f"{random.getrandbits(64) or 1:016x}"

@@ -9,7 +9,7 @@ body:  "tailrace": {"spans": [...], "explain": true}
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -126,19 +126,15 @@ def asks_to_explain(value: bytes) -> bool:
 
 
 def told_by(
-    headers: Iterable[tuple[bytes, bytes]], body: Extension | None, received_unix_s: float
+    headers: Mapping[bytes, bytes], body: Extension | None, received_unix_s: float
 ) -> tuple[tuple[ExternalSpan, ...], bool]:
     """Spans, and whether the explanation is wanted; from headers and body together.
 
     Raises RequestError.
     """
-    spans: Sequence[Span] = ()
-    explain = False
-    for name, value in headers:
-        if name == b"x-tailrace-spans":
-            spans = (*spans, *spans_of_header(value))
-        elif name == b"x-tailrace-explain":
-            explain = asks_to_explain(value)
+    told, asked = headers.get(b"x-tailrace-spans"), headers.get(b"x-tailrace-explain")
+    spans: Sequence[Span] = () if told is None else spans_of_header(told)
+    explain = asked is not None and asks_to_explain(asked)
     if body is not None:
         spans, explain = (*spans, *body.spans), explain or body.explain
     if len(spans) > MAX_SPANS:
