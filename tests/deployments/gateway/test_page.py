@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import pytest
@@ -117,7 +118,7 @@ async def browser(window: Browser) -> AsyncIterator[Browser]:
     yield window
     complaints = await asyncio.to_thread(window.errors)
     await asyncio.to_thread(window.open, "about:blank")
-    assert [line for line in complaints if "/tailrace/requests" not in line] == []
+    assert complaints == []
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +313,58 @@ async def test_the_page_is_walked_with_the_keyboard_alone(gateway: Any, browser:
         browser.press("SPACE")
         browser.shows("777", "#tiles")
         assert browser.focused() == "pause", "an update takes the focus from nobody"
+
+    await elsewhere(seen)
+
+
+@pytest.mark.browser
+async def test_the_slowest_requests_open_into_their_waterfalls(gateway: Any, browser: Browser):
+    cluster(gateway.metrics)
+    gateway.backend.before_open = lambda: asyncio.sleep(0.05)
+    for name in ("slow/1+2=3@x", "slow:2"):
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 4}
+        await gateway.post("/v1/completions", body, {"x-request-id": name})
+    await gateway.settle()
+    asked: list[str] = []
+
+    def count_asked() -> int:
+        entries: list[str] = browser.run(
+            "return performance.getEntriesByType('resource').map(e => e.name)"
+        )
+        asked[:] = [name for name in entries if "/tailrace/explain/" in name]
+        return len(asked)
+
+    def seen() -> None:
+        browser.open(f"http://127.0.0.1:{gateway.port}/dashboard")
+        browser.until(lambda: browser.count("#slow details") == 2, "two requests")
+        for words in ("tiny · default", "finished", "just now", "1 + 4 tokens"):
+            assert words in browser.text("#slow summary")
+        assert count_asked() == 0, "replicas are asked about what somebody opens"
+        browser.press("TAB", "TAB")
+        assert browser.focused() == "pause"
+        assert browser.press("TAB") == "summary"
+        browser.press("ENTER")
+        browser.shows("tokenize", "#slow .waterfall")
+        lanes = browser.run(
+            "return [...document.querySelectorAll('#slow details[open] .lane span')].map(e => "
+            "[parseFloat(e.style.left), parseFloat(e.style.left) + parseFloat(e.style.width)])"
+        )
+        assert lanes[0][0] == pytest.approx(0.0, abs=0.01)
+        assert lanes[-1][1] == pytest.approx(100.0, abs=0.01)
+        for (_, end), (begin, _) in pairwise(lanes):
+            assert begin == pytest.approx(end, abs=0.01), "one line without gap or overlap"
+        # It stays open, and in focus, over the next looks.
+        for inflight in (21, 22):
+            gateway.metrics.gauge("tailrace_requests_inflight", model="tiny").set(inflight)
+            look_again(browser)
+            browser.shows(str(inflight), "#tiles")
+        assert browser.count("#slow details[open]") == 1
+        assert browser.focused() == "summary"
+        browser.press("ENTER")
+        browser.until(lambda: browser.count("#slow details[open]") == 0, "closed")
+        browser.press("ENTER")
+        browser.until(lambda: browser.count("#slow details[open]") == 1, "open again")
+        assert count_asked() == 1, "what was told once is not asked for again"
 
     await elsewhere(seen)
 
