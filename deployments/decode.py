@@ -25,6 +25,7 @@ from deployments.admission.client import QueueReporter
 from deployments.background import background
 from deployments.engine_host import EngineHost
 from deployments.explain.asking import Answerer, Asker
+from deployments.garbage import spare_startup
 from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.prefill_pool import PrefillPool, ReplicaSource
@@ -35,6 +36,7 @@ from deployments.link.link import Link, LinkDown, LinkHandlers
 from deployments.link.messages import Kind, Report
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.pool_replica import PoolReplica
 from deployments.prefill import advertised
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.routing.replicas import Directory
@@ -72,6 +74,7 @@ class DecodeService:
         """Gateways whose running set this replica is not in; what they said ends with them."""
 
         self.reporter: QueueReporter | None = None
+        self._report_due = False
         self._args = args
         self._settings = settings
         self._secret = secret
@@ -226,6 +229,13 @@ class DecodeService:
         )
 
     def _report(self) -> None:
+        """Tell the queue once this turn of the loop has made all of its changes."""
+        if self.reporter is not None and not self._report_due:
+            self._report_due = True
+            asyncio.get_running_loop().call_soon(self._send_report)
+
+    def _send_report(self) -> None:
+        self._report_due = False
         if self.reporter is not None:
             self.reporter.changed(self.report())
 
@@ -322,8 +332,8 @@ class DecodeService:
     health_check_period_s=2,
     health_check_timeout_s=30,
 )
-class Decode:
-    """Serve's view of a decode replica: placement, health, configuration, first contact."""
+class Decode(PoolReplica[DecodeService]):
+    """Serve's view of a decode replica: placement, and what it is called for."""
 
     async def __init__(self, args: dict[str, Any], prefill: DeploymentHandle | None) -> None:
         parsed = ModelArgs.model_validate(args)
@@ -333,8 +343,8 @@ class Decode:
         secret = read_link_secret()
         host = await EngineHost.build(parsed, settings)
         service = DecodeService(replica_id, host, parsed, settings, secret)
-        self._service = service
-        self._args = parsed
+        self.service = service
+        self.args = parsed
         self._app = context.app_name
         self._created = int(time.time())
         self._address = await service.start(advertised(parsed))
@@ -358,49 +368,24 @@ class Decode:
                 ports=link.ports,
             )
 
+        spare_startup()
         service.report_to(QueueReporter(queue_address, secret, replica_id))
 
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        self._service.apply(PoolSettings.parse(user_config))
-
     def record_replica_metadata(self) -> dict[str, Any]:
-        engine = self._service.host.engine
+        engine = self.service.host.engine
         return {
             "link": self._address,
             "pid": os.getpid(),
-            "model": self._args.name,
-            "source": self._args.source,
+            "model": self.args.name,
+            "source": self.args.source,
             "created": self._created,
             "max_context_tokens": engine.max_context_tokens,
-            "max_output_tokens": self._args.max_output_tokens,
+            "max_output_tokens": self.args.max_output_tokens,
         }
-
-    async def hold(self, call: dict[str, Any]) -> str:
-        """Stay open while gateway `call["peer"]` has streams here: Serve's drain waits for it."""
-        return await self._service.holds.hold(call["peer"])
-
-    async def kv_digest(self, call: dict[str, Any]) -> dict[str, Any]:
-        """SHA-256 of each whole cached block of `call["token_ids"]`, for `tailrace verify`."""
-        digests = await self._service.host.kv_digests(tuple(call["token_ids"]), call["salt"])
-        return {
-            "replica": self._service.replica_id,
-            "block_tokens": self._args.block_tokens,
-            "digests": digests,
-        }
-
-    def stats(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Counters and gauges of this replica now (for the benchmarks and for people)."""
-        return self._service.stats()
-
-    def check_health(self) -> None:
-        failure = self._service.host.failure
-        if failure is not None:
-            raise RuntimeError(f"the engine failed: {failure}")
 
     async def __del__(self) -> None:
-        service = getattr(self, "_service", None)
-        if service is not None:
-            await service.close()
+        await super().__del__()
+        if hasattr(self, "service"):
             await asyncio.to_thread(self._end_queue_of_deleted_app)
 
     def _end_queue_of_deleted_app(self) -> None:

@@ -17,11 +17,13 @@ from ray import serve
 
 from deployments.background import background
 from deployments.engine_host import EngineHost
+from deployments.garbage import spare_startup
 from deployments.holds import PairHolds
 from deployments.lifecycle.export import ExportServer
 from deployments.link.link import Link, LinkHandlers
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.pool_replica import PoolReplica
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
@@ -135,50 +137,21 @@ class PrefillService:
     health_check_period_s=2,
     health_check_timeout_s=30,
 )
-class Prefill:
-    """Serve's view of a prefill replica: placement, health, configuration, first contact."""
+class Prefill(PoolReplica[PrefillService]):
+    """Serve's view of a prefill replica: placement, and what it is called for."""
 
     async def __init__(self, args: dict[str, Any]) -> None:
         parsed = ModelArgs.model_validate(args)
         replica_id = serve.get_replica_context().replica_id.unique_id
         settings = PoolSettings()
         host = await EngineHost.build(parsed, settings)
-        self._service = PrefillService(replica_id, host, settings, read_link_secret())
-        self._address = await self._service.start(parsed, advertised(parsed))
-        self._args = parsed
-
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        self._service.apply(PoolSettings.parse(user_config))
+        self.service = PrefillService(replica_id, host, settings, read_link_secret())
+        self._address = await self.service.start(parsed, advertised(parsed))
+        self.args = parsed
+        spare_startup()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        return {"link": self._address, "model": self._args.name, "pid": os.getpid()}
-
-    async def hold(self, call: dict[str, Any]) -> str:
-        """Stay open while decode replica `call["peer"]` has work here; Serve's drain waits."""
-        return await self._service.holds.hold(call["peer"])
-
-    async def kv_digest(self, call: dict[str, Any]) -> dict[str, Any]:
-        """SHA-256 of each whole cached block of `call["token_ids"]`, for `tailrace verify`."""
-        digests = await self._service.host.kv_digests(tuple(call["token_ids"]), call["salt"])
-        return {
-            "replica": self._service.replica_id,
-            "block_tokens": self._args.block_tokens,
-            "digests": digests,
-        }
-
-    def stats(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Counters and gauges of this replica now (for the benchmarks and for people)."""
-        return self._service.stats()
-
-    def check_health(self) -> None:
-        failure = self._service.host.failure
-        if failure is not None:
-            raise RuntimeError(f"the engine failed: {failure}")
-
-    async def __del__(self) -> None:
-        service = getattr(self, "_service", None)
-        if service is not None:
-            await service.close()
+        return {"link": self._address, "model": self.args.name, "pid": os.getpid()}
 
 
 def advertised(args: ModelArgs) -> str:
