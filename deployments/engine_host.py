@@ -59,6 +59,14 @@ class EngineHost:
             )
         return self.built.engine.blocks.config.capacity_tokens
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of KV in blocks that requests or leases hold."""
+        if self.built is None:
+            return 0
+        blocks = self.built.engine.blocks
+        return blocks.num_held_blocks * blocks.config.block_tokens
+
     def reconfigure(self, settings: PoolSettings) -> None:
         if self.built is not None:
             self.built.engine.reconfigure(settings.scheduler())

@@ -157,6 +157,9 @@ class Request:
     """Time left until its tier's promise of a first token is broken, at the moment this was sent.
     May be negative. None: nobody waits for it."""
 
+    preemptible: bool = True
+    """It makes way for more urgent requests, and comes back later."""
+
     def __post_init__(self) -> None:
         if self.itl_target_ms is not None and self.itl_target_ms < 1:
             raise RequestError(f"itl_target_ms={self.itl_target_ms}: must be 1 or more")
@@ -187,11 +190,13 @@ class Request:
             self.salt,
             self.itl_target_ms,
             self.first_token_ms,
+            self.preemptible,
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Request:
-        request_id, prompt_ids, params, output_ids, priority, salt, itl_ms, first_token_ms = wire
+        request_id, prompt_ids, params, output_ids, priority, salt, *promise = wire
+        itl_target_ms, first_token_ms, preemptible = promise
         return cls(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -199,8 +204,9 @@ class Request:
             output_ids=tuple(output_ids),
             priority=priority,
             salt=salt,
-            itl_target_ms=itl_ms,
+            itl_target_ms=itl_target_ms,
             first_token_ms=first_token_ms,
+            preemptible=preemptible,
         )
 
 

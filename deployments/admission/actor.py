@@ -10,6 +10,7 @@ from typing import Any
 
 from deployments.admission.figures import QueueFigures
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
+from deployments.admission.tiers import TierTable
 from deployments.background import background
 from deployments.link.link import Link, LinkHandlers, LinkSettings
 from deployments.link.messages import Acquire, Kind, Report, refusal_to_wire
@@ -80,6 +81,9 @@ class QueueActor:
             "epoch": self._queue.epoch,
             "waiting": self._queue.num_waiting,
             "free_slots": self._queue.free_slots,
+            "tiers": sorted(self._queue.tiers.rules),
+            "revision": self._queue.tiers.revision,
+            "waiting_by_tier": self._queue.waiting(),
             "granted": self._figures.granted,
             "refused": dict(self._figures.refused),
             "gateways": sorted(link.peer_id for link in self._gateways()),
@@ -107,6 +111,9 @@ class QueueActor:
             actions = self._queue.abandon(link.peer_id, message[1], now)
         elif role == "gateway" and kind == Kind.RELEASE:
             actions = self._queue.release(link.peer_id, message[1], now)
+        elif role == "gateway" and kind == Kind.POLICY:
+            tiers, limits = TierTable.from_wire(message[1]), QueueLimits.from_wire(message[2])
+            actions = self._queue.policy(tiers, limits, now)
         elif role == "decode" and kind == Kind.REPORT:
             report = Report.from_wire(message)
             self._replica_of[link] = report.replica_id

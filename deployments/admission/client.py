@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from deployments.admission.queue import QueueLimits
+from deployments.admission.tiers import TierTable
 from deployments.link.client import Backoff, KeptLink
 from deployments.link.link import Link, LinkHandlers, LinkSettings
 from deployments.link.messages import Acquire, Grant, Kind, Report, refusal_from_wire
@@ -44,11 +46,12 @@ class QueueClient:
             secret,
             "gateway",
             own_id,
-            LinkHandlers(on_message=self._message, on_close=self._closed),
+            LinkHandlers(on_message=self._message, on_open=self._opened, on_close=self._closed),
             settings=settings,
             expect_role="queue",
             backoff=backoff,
         )
+        self._policy: list[Any] | None = None
         self._tickets = 0
         self._waiting: dict[int, asyncio.Future[Grant]] = {}
         self._held: dict[tuple[int, int], Link] = {}
@@ -82,6 +85,12 @@ class QueueClient:
     def num_held(self) -> int:
         return len(self._held)
 
+    def set_policy(self, tiers: TierTable, limits: QueueLimits) -> None:
+        """What the queue is to go by, unless it has seen a higher revision."""
+        self._policy = [Kind.POLICY, tiers.to_wire(), limits.to_wire()]
+        if self._kept.link is not None:
+            self._kept.link.send(self._policy)
+
     async def acquire(
         self,
         *,
@@ -90,6 +99,10 @@ class QueueClient:
         n: int = 1,
         priority: int = 0,
         remaining_ms: int | None = None,
+        tier: str = "default",
+        tenant: str = "",
+        weight: float = 1.0,
+        resumed: bool = False,
     ) -> Grant:
         """Wait for a slot. Raises `Overloaded` (no room in time), `RequestError` (never will be) or
         `QueueAway`. Cancelling gives up the place in the queue, and the grant if one was under way.
@@ -108,6 +121,10 @@ class QueueClient:
             n=n,
             priority=priority,
             remaining_ms=remaining_ms,
+            tier=tier,
+            tenant=tenant,
+            weight=weight,
+            resumed=resumed,
         )
         link.send(acquire.to_wire())
         try:
@@ -125,6 +142,10 @@ class QueueClient:
         link = self._held.pop((grant.epoch, grant.grant_id), None)
         if link is not None:
             link.send([Kind.RELEASE, grant.grant_id])
+
+    def _opened(self, link: Link) -> None:
+        if self._policy is not None:
+            link.send(self._policy)
 
     def _message(self, link: Link, message: list[Any]) -> None:
         kind = message[0]

@@ -1,22 +1,33 @@
 """Who may run next, and where: the decision core of the admission queue. No clock, no I/O.
 
 ```
-decode reports ──► slots taken ┐
-                               ├─► free slots ──► head of the queue ──► Granted | Refused
-promises, not yet reported ────┘
+decode reports ──► slots, KV, prompts under way ┐
+                                                ├─► room ──► next by `order` ──► Granted | Refused
+promises, not yet reported ─────────────────────┘
 ```
 
 A grant is a promise from the moment it is made until a report of its replica lists it, its gateway
 releases it, or it expires. From then on the reports alone say what is taken, whoever granted it, so
 a restarted queue is right as soon as the replicas have reported.
+
+An entry fits a replica that has
+
+- a slot for each choice, counting those of preemptible work that it outranks (the engine takes them
+  back within a step) and leaving free what is reserved for tiers above it,
+- KV room for its prompt and the start of its output, likewise,
+- and if the prefill pool is not loaded beyond its budget.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
+from deployments.admission.order import Entry, FairOrder
+from deployments.admission.tiers import TierTable
 from deployments.explain.queueing import Arrival, QueueFacts, Standing, top
 from deployments.link.messages import Acquire, Grant, Report
 from engine.errors import ConfigError, EngineError, Overloaded, RequestError
@@ -30,7 +41,7 @@ class QueueLimits:
     """Entries that may wait at once; one more is refused with `queue_full`."""
 
     max_wait_s: float = 60.0
-    """Longest wait of any entry, also of one without a deadline; then `queue_timeout`."""
+    """Longest wait of any entry, whatever its tier allows; then `queue_timeout`."""
 
     no_replica_wait_s: float = 10.0
     """Longest wait while no decode replica takes work; then `no_replicas`."""
@@ -38,13 +49,35 @@ class QueueLimits:
     grant_expiry_s: float = 2.0
     """A grant that no report shows after this long is void and its slots are free again."""
 
+    reserve_output_tokens: int = 256
+    """KV that a grant sets aside for each choice's output, if it asks for so much. More is
+    overcommitment, which the engines resolve by preemption."""
+
+    max_prefilling_tokens: int = 65_536
+    """Prompt tokens under way for each prefill replica: more wait here, where order still counts,
+    rather than there."""
+
+    refuse_hopeless: bool = True
+    """Refuse at once who would wait longer than it may or cares to, by the pace of late."""
+
     def __post_init__(self) -> None:
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting={self.max_waiting}: must be 0 or more")
+        for name in ("reserve_output_tokens", "max_prefilling_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
         for name in ("max_wait_s", "no_replica_wait_s", "grant_expiry_s"):
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
+
+    def to_wire(self) -> list[Any]:
+        return list(astuple(self))
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> QueueLimits:
+        """Raises ConfigError on a value out of range, TypeError on another number of them."""
+        return cls(**dict(zip(cls.__dataclass_fields__, wire, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +100,27 @@ class Refused:
 
 Action = Granted | Refused
 
-OrderKey = tuple[int, int]
-"""Smaller is served first."""
 
-
-def order_key(acquire: Acquire, arrival: int) -> OrderKey:
-    """First come, first served within a priority."""
-    return (acquire.priority, arrival)
-
-
-@dataclass(slots=True)
-class _Waiter:
+@dataclass(slots=True, eq=False)
+class _Waiter(Entry):
     gateway_id: str
     acquire: Acquire
-    key: OrderKey
     since: float
-    deadline: float
-    arrival: Arrival
-    waiting: bool = True
+    tokens: int
+    """KV that its grant sets aside."""
+
+    standing: Arrival
 
 
 @dataclass(slots=True)
 class _Promise:
     gateway_id: str
     replica_id: str
-    n: int
-    expires_at: float
+    waiter: _Waiter
+
+    @property
+    def n(self) -> int:
+        return self.waiter.acquire.n
 
 
 @dataclass(slots=True)
@@ -102,6 +130,7 @@ class _Replica:
     """Choices alive there, by its own account."""
 
     promised: int = 0
+    promised_tokens: int = 0
     last_chosen: int = 0
 
     @property
@@ -111,6 +140,22 @@ class _Replica:
     @property
     def free(self) -> int:
         return self.report.slots - self.reported - self.promised
+
+    @property
+    def free_tokens(self) -> int:
+        return self.report.capacity_tokens - self.report.held_tokens - self.promised_tokens
+
+    def outranked(self, rank: int, shares: Mapping[int, float]) -> tuple[int, int]:
+        """Choices and KV tokens of running work that makes way for this rank. `shares`: by rank,
+        the part of the slots that a tier keeps, or a flood from above would starve what it began.
+        """
+        choices = tokens = 0
+        for priority, preemptible, n, held in self.report.alive:
+            if preemptible and priority > rank:
+                freed = max(0, n - int(shares.get(priority, 0.0) * self.report.slots))
+                choices += freed
+                tokens += held * freed // max(1, n)
+        return choices, tokens
 
 
 @dataclass(slots=True)
@@ -127,46 +172,79 @@ class _Alarms:
         heapq.heappush(self.heap, (at, self.pushed, what))
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Token cost granted a second of late, while somebody waited."""
+
+    cost: float = 0.0
+    seconds: float = 0.0
+    grants: float = 0.0
+    last: float | None = None
+
+    def granted(self, cost: int, now: float, others_wait: bool) -> None:
+        if self.last is not None and others_wait:
+            self.cost = 0.95 * self.cost + cost
+            self.seconds = 0.95 * self.seconds + (now - self.last)
+            self.grants = 0.95 * self.grants + 1
+        self.last = now
+
+    @property
+    def known(self) -> bool:
+        return self.grants >= 5 and self.seconds > 0
+
+    def seconds_for(self, cost: float) -> float | None:
+        """None: nothing is known yet."""
+        return cost * self.seconds / self.cost if self.known and self.cost > 0 else None
+
+
 class AdmissionQueue:
     """One model's queue. Events in (`now` in seconds of any steady clock), actions out.
 
     Every `acquire` is answered exactly once, by `Granted` or `Refused`, unless its gateway
-    abandoned it or was lost. The order is strict: an entry that does not fit yet lets nobody pass,
-    so a request for many choices cannot starve behind requests for few.
+    abandoned it or was lost. An entry that does not fit yet lets nobody pass who is not more
+    urgent, so a request for many choices cannot starve behind requests for few.
     """
 
-    def __init__(self, epoch: int, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self, epoch: int, limits: QueueLimits | None = None, tiers: TierTable | None = None
+    ) -> None:
         """`epoch` must be higher than that of every queue before this one."""
         self.epoch = epoch
         self._limits = limits or QueueLimits()
+        self._tiers = tiers or TierTable()
         self._replicas: dict[str, _Replica] = {}
         self._promises: dict[int, _Promise] = {}
         self._waiters: dict[tuple[str, int], _Waiter] = {}
-        self._order: list[tuple[OrderKey, _Waiter]] = []
+        self._order = FairOrder()
         self._alarms = _Alarms()
         self._arrivals = 0
         self._grants = 0
         self._without_replica_since: float | None = None
         self._standing = Standing()
-        self._waiting_at: Counter[int] = Counter()
-        """Entries that wait, by priority."""
-
-        self._interval_s: float | None = None
-        """Smoothed time between grants while entries waited."""
-
-        self._last_grant: float | None = None
+        self._pace = _Pace()
 
     # Events
+
+    def policy(self, tiers: TierTable, limits: QueueLimits, now: float) -> list[Action]:
+        """A gateway's configuration. The highest revision holds; entries that wait keep the rule
+        they came under."""
+        if tiers.revision < self._tiers.revision:
+            return []
+        self._tiers, self._limits = tiers, limits
+        return self._serve(now)
 
     def replica_reported(self, report: Report, now: float) -> list[Action]:
         """A decode replica's account replaces its last one."""
         replica = self._replicas.get(report.replica_id)
         reported = sum(n for _, _, n in report.grants) + report.ungranted
         if replica is None:
-            promised = sum(
-                p.n for p in self._promises.values() if p.replica_id == report.replica_id
+            promised = [p for p in self._promises.values() if p.replica_id == report.replica_id]
+            replica = _Replica(
+                report,
+                reported,
+                sum(p.n for p in promised),
+                sum(p.waiter.tokens for p in promised),
             )
-            replica = _Replica(report, reported, promised)
             self._replicas[report.replica_id] = replica
         else:
             replica.report, replica.reported = report, reported
@@ -195,7 +273,8 @@ class AdmissionQueue:
         if acquire.n < 1:
             raise ValueError(f"ticket {acquire.ticket} of {gateway_id!r} asks for n={acquire.n}")
         actions = self._serve(now)
-        if len(self._waiters) >= self._limits.max_waiting and not self._fits_at_once(acquire):
+        waiter = self._enter(gateway_id, acquire, now)
+        if len(self._waiters) >= self._limits.max_waiting and not self._fits_at_once(waiter):
             retry_s = self._estimate_s(len(self._waiters))
             error = Overloaded(
                 f"{len(self._waiters)} requests wait for this model, the limit is "
@@ -204,15 +283,11 @@ class AdmissionQueue:
                 retry_after_s=retry_s,
             )
             return [*actions, Refused(gateway_id, acquire.ticket, error)]
-        wait_s = self._limits.max_wait_s
-        if acquire.remaining_ms is not None:
-            wait_s = min(wait_s, acquire.remaining_ms / 1000)
-        self._arrivals += 1
-        key = order_key(acquire, self._arrivals)
-        waiter = _Waiter(gateway_id, acquire, key, now, now + wait_s, self._arrival(acquire))
-        self._waiting_at[acquire.priority] += 1
+        hopeless = self._hopeless(waiter, now)
+        if hopeless is not None:
+            return [*actions, Refused(gateway_id, acquire.ticket, hopeless)]
         self._waiters[gateway_id, acquire.ticket] = waiter
-        heapq.heappush(self._order, (waiter.key, waiter))
+        self._order.push(waiter)
         self._alarms.push(waiter.deadline, waiter)
         return actions + self._serve(now)
 
@@ -259,6 +334,27 @@ class AdmissionQueue:
         """What those who wait may cost together."""
         return sum(waiter.acquire.cost_tokens for waiter in self._waiters.values())
 
+    @property
+    def tiers(self) -> TierTable:
+        return self._tiers
+
+    @property
+    def prefilling_tokens(self) -> int:
+        """Prompt tokens under way or promised, over the whole pool."""
+        reported = sum(r.report.prefilling_tokens for r in self._replicas.values())
+        return reported + sum(p.waiter.acquire.prompt_tokens for p in self._promises.values())
+
+    def waiting(self) -> dict[str, int]:
+        """Entries by tier."""
+        return self._order.waiting()
+
+    def oldest_ages_s(self, now: float) -> dict[str, float]:
+        """How long the longest of each tier has waited."""
+        ages: dict[str, float] = {}
+        for waiter in self._waiters.values():  # in the order of arrival
+            ages.setdefault(waiter.rule.name, now - waiter.since)
+        return ages
+
     def oldest_age_s(self, now: float) -> float:
         """How long the longest has waited; 0 when nobody does."""
         return now - self._longest_waiting().since if self._waiters else 0.0
@@ -275,14 +371,17 @@ class AdmissionQueue:
 
     def check(self) -> None:
         """Our own invariants; for tests and idle moments."""
-        promised: dict[str, int] = {}
+        self._order.check()
+        promised: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for promise in self._promises.values():
-            promised[promise.replica_id] = promised.get(promise.replica_id, 0) + promise.n
+            promised[promise.replica_id] += promise.n
+            tokens[promise.replica_id] += promise.waiter.tokens
         for replica_id, replica in self._replicas.items():
-            assert replica.promised == promised.get(replica_id, 0), "promises drifted"
-        assert self._waiting_at == Counter(w.acquire.priority for w in self._waiters.values())
-        live = [w for _, w in self._order if w.waiting]
-        assert len(live) == len(self._waiters), "an entry is lost or doubled"
+            assert replica.promised == promised[replica_id], "promises drifted"
+            assert replica.promised_tokens == tokens[replica_id], "promised tokens drifted"
+        live = [w for w in self._order if isinstance(w, _Waiter)]
+        assert len(live) == len(self._order) == len(self._waiters), "an entry is lost or doubled"
         assert all(self._waiters[w.gateway_id, w.acquire.ticket] is w for w in live)
         armed = {id(what) for _, _, what in self._alarms.heap if isinstance(what, _Waiter)}
         assert all(id(w) in armed for w in live), "an entry would never expire"
@@ -299,35 +398,126 @@ class AdmissionQueue:
             self._without_replica_since = None
         elif self._without_replica_since is None:
             self._without_replica_since = now
-        while usable and (waiter := self._head()) is not None:
-            n = waiter.acquire.n
-            most = max(r.report.slots for r in usable)
-            if n > most:
-                self._leave(waiter)
-                actions.append(
-                    Refused(
-                        waiter.gateway_id,
-                        waiter.acquire.ticket,
-                        RequestError(
-                            f"n={n}: no replica of this model runs more than {most} choices at "
-                            "once; ask for fewer",
-                            param="n",
-                        ),
-                    )
-                )
-                continue
-            replica = min(usable, key=lambda r: (-r.free, r.last_chosen))
-            if replica.free < n:
-                break
-            actions.append(self._grant(waiter, replica, now))
-        if len(self._order) > 2 * len(self._waiters) + 64:
-            self._order = [entry for entry in self._order if entry[1].waiting]
-            heapq.heapify(self._order)
+        if usable and self._waiters:
+            self._grant_what_fits(usable, actions, now)
         alarms = self._alarms
         if len(alarms.heap) > 2 * (len(self._waiters) + len(self._promises)) + 64:
             alarms.heap = [entry for entry in alarms.heap if self._matters(entry[2])]
             heapq.heapify(alarms.heap)
         return actions
+
+    def _grant_what_fits(self, usable: list[_Replica], actions: list[Action], now: float) -> None:
+        most = max(r.report.slots for r in usable)
+        progress = True
+        while progress and self._waiters:
+            progress = False
+            blocked: int | None = None
+            for entry in self._order.candidates():
+                assert isinstance(entry, _Waiter)
+                rank = entry.rule.rank
+                if blocked is not None and rank >= blocked:
+                    continue
+                if entry.acquire.n > most:
+                    self._leave(entry)
+                    actions.append(_too_many(entry, most))
+                    progress = True
+                    break
+                replica = self._place_for(entry, usable)
+                if replica is not None:
+                    actions.append(self._grant(entry, replica, now))
+                    progress = True
+                    break
+                blocked = rank if blocked is None else min(blocked, rank)
+
+    def _place_for(self, waiter: _Waiter, usable: list[_Replica]) -> _Replica | None:
+        """The replica with most free slots among those with room for this entry now."""
+        rank, n, tokens = waiter.rule.rank, waiter.acquire.n, waiter.tokens
+        if not self._prefill_has_room(waiter, usable):
+            return None
+        reserved = self._reserved_above(rank)
+        spare = sum(r.free for r in usable) - reserved
+        shares = {rule.rank: rule.share for rule in self._tiers.rules.values()}
+        best: tuple[bool, int, int] | None = None
+        chosen: _Replica | None = None
+        for replica in usable:
+            outranked, reclaimed = replica.outranked(rank, shares)
+            free = replica.free if spare >= n else -1
+            if max(free, replica.free + outranked if outranked else -1) < n:
+                continue
+            # An idle replica takes what is larger than its pool: the engine decides.
+            if replica.reported + replica.promised and replica.free_tokens + reclaimed < tokens:
+                continue
+            order = (free >= n, replica.free, -replica.last_chosen)
+            if best is None or order > best:
+                best, chosen = order, replica
+        return chosen
+
+    def _reserved_above(self, rank: int) -> int:
+        """Slots kept for tiers more urgent than this rank that they do not use now: never all."""
+        reserved = 0
+        for rule in self._tiers.rules.values():
+            if rule.rank < rank and rule.reserved_slots:
+                used = sum(
+                    n
+                    for replica in self._replicas.values()
+                    for priority, _, n, _ in replica.report.alive
+                    if priority == rule.rank
+                )
+                used += sum(p.n for p in self._promises.values() if p.waiter.rule.rank == rule.rank)
+                reserved += max(0, rule.reserved_slots - used)
+        return min(reserved, max(0, self.num_slots - 1))
+
+    def _prefill_has_room(self, waiter: _Waiter, usable: list[_Replica]) -> bool:
+        replicas = max((r.report.prefill_replicas for r in usable), default=0)
+        under_way = self.prefilling_tokens
+        budget = self._limits.max_prefilling_tokens * max(1, replicas or len(usable))
+        return under_way == 0 or under_way + waiter.acquire.prompt_tokens <= budget
+
+    def _enter(self, gateway_id: str, acquire: Acquire, now: float) -> _Waiter:
+        self._arrivals += 1
+        rule = self._tiers.rule(acquire.tier, acquire.priority)
+        wait_s = min(self._limits.max_wait_s, rule.max_wait_s)
+        if acquire.remaining_ms is not None:
+            wait_s = min(wait_s, acquire.remaining_ms / 1000)
+        output = max(0, acquire.cost_tokens - acquire.prompt_tokens) // acquire.n
+        waiter = _Waiter(
+            rule=rule,
+            tenant=acquire.tenant,
+            weight=acquire.weight if acquire.weight > 0 else 1.0,
+            cost=max(1, acquire.cost_tokens),
+            resumed=acquire.resumed,
+            deadline=now + wait_s,
+            arrival=self._arrivals,
+            gateway_id=gateway_id,
+            acquire=acquire,
+            since=now,
+            tokens=acquire.prompt_tokens
+            + acquire.n * min(output, self._limits.reserve_output_tokens),
+            standing=Arrival(0, (), {}),
+        )
+        if self._waiters:
+            ahead, _ = self._order.ahead(waiter)
+            waiter.standing = self._standing.arrived(self._order.waiting(), ahead)
+        else:
+            waiter.standing = self._standing.arrived({}, 0)
+        return waiter
+
+    def _hopeless(self, waiter: _Waiter, now: float) -> Overloaded | None:
+        """Why this entry would wait in vain, by the pace of late."""
+        if not self._limits.refuse_hopeless or not self._waiters or waiter.resumed:
+            return None
+        ahead, cost = self._order.ahead(waiter)
+        estimate_s = self._pace.seconds_for(cost)
+        wait_s = waiter.deadline - now
+        if estimate_s is None or ahead == 0 or estimate_s <= wait_s:
+            return None
+        return Overloaded(
+            f"{ahead} requests are ahead and the wait would be about {estimate_s:.1f} s, more than "
+            f"the {wait_s:.1f} s that this request can wait: try again in {estimate_s:.0f} s, or "
+            "allow more time",
+            code="queue_timeout",
+            retry_after_s=min(max(estimate_s - wait_s, 1.0), 60.0),
+        )
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -355,7 +545,7 @@ class AdmissionQueue:
                 retry_after_s=retry_s,
             )
         else:
-            ahead = sum(1 for other in self._waiters.values() if other.key < waiter.key)
+            ahead, _ = self._order.ahead(waiter)
             retry_s = self._estimate_s(ahead + 1)
             error = Overloaded(
                 f"waited {waited_s:.1f} s of at most {waiter.deadline - waiter.since:.1f} s for a "
@@ -367,24 +557,17 @@ class AdmissionQueue:
         return Refused(waiter.gateway_id, waiter.acquire.ticket, error)
 
     def _grant(self, waiter: _Waiter, replica: _Replica, now: float) -> Granted:
-        if len(self._waiters) > 1 and self._last_grant is not None:
-            interval_s = now - self._last_grant
-            smoothed_s = self._interval_s
-            self._interval_s = (
-                interval_s if smoothed_s is None else 0.9 * smoothed_s + 0.1 * interval_s
-            )
-        self._last_grant = now
-        self._leave(waiter)
+        self._pace.granted(waiter.cost, now, len(self._waiters) > 1)
+        self._order.take(waiter)
+        del self._waiters[waiter.gateway_id, waiter.acquire.ticket]
         self._grants += 1
         grant_id = self._grants
-        n = waiter.acquire.n
         facts = self._facts(waiter, now)
         expires_at = now + self._limits.grant_expiry_s
-        self._promises[grant_id] = _Promise(
-            waiter.gateway_id, replica.report.replica_id, n, expires_at
-        )
+        self._promises[grant_id] = _Promise(waiter.gateway_id, replica.report.replica_id, waiter)
         self._alarms.push(expires_at, grant_id)
-        replica.promised += n
+        replica.promised += waiter.acquire.n
+        replica.promised_tokens += waiter.tokens
         replica.last_chosen = grant_id
         grant = Grant(
             grant_id=grant_id,
@@ -395,18 +578,12 @@ class AdmissionQueue:
         )
         return Granted(waiter.gateway_id, waiter.acquire.ticket, grant)
 
-    def _arrival(self, acquire: Acquire) -> Arrival:
-        """The queue as this entry finds it, before it joins."""
-        waiting = {_tier(p): count for p, count in self._waiting_at.items()}
-        ahead = sum(n for p, n in self._waiting_at.items() if p <= acquire.priority)
-        return self._standing.arrived(waiting, ahead)
-
     def _facts(self, waiter: _Waiter, now: float) -> QueueFacts:
         """Of a grant about to be made, for whoever explains it."""
         scores = top((key, r.free) for key, r in self._replicas.items() if r.usable)
-        tier = _tier(waiter.acquire.priority)
+        name = "resumed" if waiter.resumed else waiter.rule.name
         waited_s = now - waiter.since
-        return self._standing.granted(tier, waiter.arrival, waited_s, "most free slots", scores)
+        return self._standing.granted(name, waiter.standing, waited_s, "most free slots", scores)
 
     def _drop_promise(self, grant_id: int) -> None:
         promise = self._promises.pop(grant_id, None)
@@ -414,27 +591,19 @@ class AdmissionQueue:
             replica = self._replicas.get(promise.replica_id)
             if replica is not None:
                 replica.promised -= promise.n
+                replica.promised_tokens -= promise.waiter.tokens
 
     def _leave(self, waiter: _Waiter) -> None:
-        waiter.waiting = False
-        priority = waiter.acquire.priority
-        self._waiting_at[priority] -= 1
-        if not self._waiting_at[priority]:
-            del self._waiting_at[priority]
+        self._order.discard(waiter)
         del self._waiters[waiter.gateway_id, waiter.acquire.ticket]
-
-    def _head(self) -> _Waiter | None:
-        while self._order and not self._order[0][1].waiting:
-            heapq.heappop(self._order)
-        return self._order[0][1] if self._order else None
 
     def _matters(self, what: _Waiter | int) -> bool:
         return what.waiting if isinstance(what, _Waiter) else what in self._promises
 
-    def _fits_at_once(self, acquire: Acquire) -> bool:
+    def _fits_at_once(self, waiter: _Waiter) -> bool:
         """True when nobody waits and a replica has room, so that even `max_waiting=0` serves."""
-        room = max((r.free for r in self._replicas.values() if r.usable), default=0)
-        return not self._waiters and room >= acquire.n
+        usable = [r for r in self._replicas.values() if r.usable]
+        return not self._waiters and self._place_for(waiter, usable) is not None
 
     def _longest_waiting(self) -> _Waiter:
         return next(iter(self._waiters.values()))  # dicts keep the order of arrival
@@ -446,12 +615,15 @@ class AdmissionQueue:
 
     def _estimate_s(self, ahead: int) -> float:
         """When `ahead` entries will have been served, at the pace of late: between 1 and 60 s."""
-        pace_s = self._interval_s if self._interval_s is not None else 1.0
-        return min(max(ahead * pace_s, 1.0), 60.0)
+        pace = self._pace
+        each_s = pace.seconds / pace.grants if pace.known else 1.0
+        return min(max(ahead * each_s, 1.0), 60.0)
 
 
-def _tier(priority: int) -> str:
-    """What a priority is called in explanations."""
-    if priority == 0:
-        return "default"
-    return "resumed" if priority < -(1 << 15) else f"priority {priority}"
+def _too_many(waiter: _Waiter, most: int) -> Refused:
+    error = RequestError(
+        f"n={waiter.acquire.n}: no replica of this model runs more than {most} choices at once; "
+        "ask for fewer",
+        param="n",
+    )
+    return Refused(waiter.gateway_id, waiter.acquire.ticket, error)

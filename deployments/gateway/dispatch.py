@@ -57,9 +57,6 @@ TAKE_OVER_S = 120.0
 """How long what a lost replica had begun waits for another one, within the client's deadline: a
 replica that Serve restarts loads its weights first."""
 
-HEAD_START = 1 << 16
-"""Priority levels by which what was admitted before goes ahead of what never was."""
-
 UNKNOWN_REPLICA_WAIT_S = 5.0
 """A new replica reports to the queue a moment before Serve tells the gateways of it."""
 
@@ -473,7 +470,8 @@ class ModelClient:
                 cost_tokens=prompt + n * left,
                 prompt_tokens=prompt,
                 n=n,
-                priority=request.priority - (HEAD_START if resumed else 0),
+                priority=request.priority,
+                resumed=resumed,
                 remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
             )
         except QueueAway:

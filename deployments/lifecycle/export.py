@@ -158,6 +158,7 @@ class ExportServer:
                 salt=given.salt,
                 itl_target_ms=given.itl_target_ms,
                 first_token_ms=given.first_token_ms,
+                preemptible=given.preemptible,
             )
             self._sessions[request_id] = _Session(
                 link,

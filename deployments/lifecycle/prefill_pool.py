@@ -57,6 +57,10 @@ class PrefillPool:
         self._chooser = ReplicaChooser()
         self._attempts = itertools.count()
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self._source.replicas())
+
     def choose(self, num_tokens: int, excluding: str | None) -> str | None:
         """See `RemotePrefill`. Skips replicas that failed a moment ago."""
         replicas = self._source.replicas()

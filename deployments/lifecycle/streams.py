@@ -60,6 +60,11 @@ logger = logging.getLogger(__name__)
 class RemotePrefill(Protocol):
     """Where prompts can be computed elsewhere. None of it exists on a replica served together."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Running, as this replica sees it."""
+        ...
+
     def choose(self, num_tokens: int, excluding: str | None) -> str | None:
         """A healthy prefill replica, or None."""
         ...
@@ -97,6 +102,11 @@ class StreamObserver(Protocol):
         self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
     ) -> None: ...
     def pulled(self, prefilled: Prefilled, seconds: float) -> None: ...
+
+
+LONG_PROMPT_TOKENS = 512
+"""The queue is told at once when a prompt of this length is done; shorter ones with the next
+report."""
 
 
 @dataclass(slots=True)
@@ -244,6 +254,37 @@ class StreamTable:
     def num_ungranted(self) -> int:
         return sum(s.submit.n for s in self._streams.values() if s.submit.grant is None)
 
+    def alive(self) -> tuple[tuple[int, bool, int, int], ...]:
+        """By `(priority, preemptible)`: those two, choices, and KV tokens of their prompts."""
+        found: dict[tuple[int, bool], list[int]] = {}
+        for stream in self._streams.values():
+            request = stream.submit.request
+            counts = found.setdefault((request.priority, request.preemptible), [0, 0])
+            counts[0] += stream.submit.n
+            counts[1] += request.num_tokens
+        return tuple((*key, n, tokens) for key, (n, tokens) in found.items())
+
+    @property
+    def prefilling_tokens(self) -> int:
+        """Prompts of streams without a token yet."""
+        return sum(
+            stream.submit.request.num_tokens
+            for stream in self._streams.values()
+            if not stream.record.first_sent_s
+        )
+
+    def _room_for(self, submit: Submit) -> bool:
+        """A free slot for each choice, or one of work that makes way for it in the engine."""
+        over = self._num_choices + submit.n - self.slots
+        if over <= 0:
+            return True
+        priority = submit.request.priority
+        return over <= sum(
+            stream.submit.n
+            for stream in self._streams.values()
+            if stream.submit.request.preemptible and stream.submit.request.priority > priority
+        )
+
     def streams_of(self, link: Link) -> int:
         return sum(1 for owner, _ in self._streams if owner is link)
 
@@ -363,7 +404,7 @@ class StreamTable:
             raise RequestError(
                 f"n={submit.n}: this model runs at most {self.slots} choices at once", param="n"
             )
-        if self._num_choices + submit.n > self.slots:
+        if not self._room_for(submit):
             raise Overloaded(
                 f"{self._num_choices} of {self.slots} slots are taken, {submit.n} more were asked "
                 "for: try again",
@@ -503,6 +544,7 @@ class StreamTable:
             salt=request.salt,
             itl_target_ms=request.itl_target_ms,
             first_token_ms=request.first_token_ms,
+            preemptible=request.preemptible,
         )
 
     async def _pull(self, stream: _Stream, prefill: str, first_token: int) -> None:
@@ -577,6 +619,8 @@ class StreamTable:
             choice.plain = not logprobs
             if choice.index == 0:
                 self._observer.first_token(now - stream.begun)
+                if submit.request.num_tokens >= LONG_PROMPT_TOKENS:
+                    self._changed()  # the queue holds others back for prompts under way
         event: Event | None = None
         if prefilled is not None:
             event = KVArrived(prefilled.num_cached_tokens, finish)

@@ -25,7 +25,7 @@ from deployments.explain.queueing import QueueFacts
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason, Request
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Kind(IntEnum):
@@ -46,6 +46,8 @@ class Kind(IntEnum):
     RELEASE = 22
     GRANT = 23
     REPORT = 24
+    POLICY = 25
+    """A gateway's tiers and limits for the queue."""
 
     PREFILL = 30
     MANIFEST = 31
@@ -241,7 +243,18 @@ class Acquire:
     prompt_tokens: int
     n: int = 1
     priority: int = 0
+    """Rank of its tier, for a queue that does not know the tier."""
+
     remaining_ms: int | None = None
+    """What is left of the client's patience."""
+
+    tier: str = "default"
+    tenant: str = ""
+    weight: float = 1.0
+    """Of the tenant beside others of the tier."""
+
+    resumed: bool = False
+    """It had been admitted, and its replica was lost."""
 
     def to_wire(self) -> list[Any]:
         return [
@@ -252,11 +265,16 @@ class Acquire:
             self.n,
             self.priority,
             self.remaining_ms,
+            self.tier,
+            self.tenant,
+            self.weight,
+            self.resumed,
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Acquire:
-        _, ticket, cost_tokens, prompt_tokens, n, priority, remaining_ms = wire
+        _, ticket, cost_tokens, prompt_tokens, n, priority, remaining_ms, *fair = wire
+        tier, tenant, weight, resumed = fair
         return cls(
             ticket=ticket,
             cost_tokens=cost_tokens,
@@ -264,6 +282,10 @@ class Acquire:
             n=n,
             priority=priority,
             remaining_ms=remaining_ms,
+            tier=tier,
+            tenant=tenant,
+            weight=weight,
+            resumed=resumed,
         )
 
 
@@ -283,6 +305,17 @@ class Report:
     """Choices alive here that came without a grant."""
 
     draining: bool = False
+    held_tokens: int = 0
+    """KV in use or leased, of `capacity_tokens`. Prefixes that are merely cached do not count."""
+
+    alive: tuple[tuple[int, bool, int, int], ...] = ()
+    """What is alive here by `(priority, preemptible)`: those two, choices, KV tokens."""
+
+    prefilling_tokens: int = 0
+    """Prompts of streams that have no token yet."""
+
+    prefill_replicas: int = 0
+    """Running, as this replica sees it; 0: prompts are computed on decode replicas."""
 
     def to_wire(self) -> list[Any]:
         return [
@@ -293,12 +326,21 @@ class Report:
             self.grants,
             self.ungranted,
             self.draining,
+            self.held_tokens,
+            self.alive,
+            self.prefilling_tokens,
+            self.prefill_replicas,
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Report:
-        _, replica_id, slots, capacity_tokens, grants, ungranted, draining = wire
+        _, replica_id, slots, capacity_tokens, grants, ungranted, draining, *load = wire
+        held_tokens, alive, prefilling_tokens, prefill_replicas = load
         return cls(
+            held_tokens=held_tokens,
+            alive=tuple((p, bool(pre), n, tokens) for p, pre, n, tokens in alive),
+            prefilling_tokens=prefilling_tokens,
+            prefill_replicas=prefill_replicas,
             replica_id=replica_id,
             slots=slots,
             capacity_tokens=capacity_tokens,

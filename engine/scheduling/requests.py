@@ -112,7 +112,7 @@ class Tracked:
 
     @property
     def preemptible(self) -> bool:
-        return self.hold_until is None
+        return self.hold_until is None and self.request.preemptible
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -125,7 +125,7 @@ class World(RuleBasedStateMachine):
         report = Report(
             replica_id=name,
             slots=replica.slots,
-            capacity_tokens=1,
+            capacity_tokens=1000,
             grants=tuple((3, grant_id, n) for grant_id, n in replica.told.items()),
         )
         self.take(self.queue.replica_reported(report, self.now))

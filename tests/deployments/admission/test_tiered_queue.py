@@ -1,0 +1,226 @@
+"""What tiers change in who is admitted, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
+from deployments.admission.tiers import TierRule, TierTable
+from deployments.link.messages import Acquire, Report
+from engine.errors import ConfigError, Overloaded
+
+TIERS = TierTable(
+    [
+        TierRule(name="priority", rank=0, reserved_slots=2),
+        TierRule(name="default", rank=10, share=0.3),
+        TierRule(name="fixed", rank=15, preemptible=False),
+        TierRule(name="batch", rank=30, share=0.1, max_wait_s=300.0),
+    ],
+    revision=1,
+)
+RANKS = {name: rule.rank for name, rule in TIERS.rules.items()}
+
+
+class Pool:
+    """A queue, and decode replicas that start and end what was granted."""
+
+    def __init__(self, slots: int = 4, *, replicas: int = 1, tokens: int = 100_000, **limits):
+        limits = {"grant_expiry_s": 1000.0, "max_wait_s": 1000.0, **limits}
+        self.queue = AdmissionQueue(1, QueueLimits(**limits), TIERS)
+        self.slots, self.tokens = slots, tokens
+        self.running: dict[str, list[tuple[str, int, int]]] = {f"d{i}": [] for i in range(replicas)}
+        """By replica: tier, grant, KV tokens."""
+
+        self.tier_of: dict[int, str] = {}
+        self.tickets = 0
+        for name in self.running:
+            self.report(name, 0.0)
+
+    def report(self, name: str, now: float, **fields) -> list[Action]:
+        running = self.running[name]
+        alive = {tier: [e for e in running if e[0] == tier] for tier, _, _ in running}
+        return self.queue.replica_reported(
+            Report(
+                replica_id=name,
+                slots=self.slots,
+                capacity_tokens=self.tokens,
+                grants=tuple((1, grant, 1) for _, grant, _ in running),
+                held_tokens=sum(tokens for _, _, tokens in running),
+                alive=tuple(
+                    (RANKS[tier], TIERS.rules[tier].preemptible, len(e), sum(t for *_, t in e))
+                    for tier, e in alive.items()
+                ),
+                **fields,
+            ),
+            now,
+        )
+
+    def ask(self, tier: str, now: float = 0.0, *, tokens: int = 10, **fields) -> list[Action]:
+        self.tickets += 1
+        self.tier_of[self.tickets] = tier
+        acquire = Acquire(
+            ticket=self.tickets,
+            cost_tokens=tokens,
+            prompt_tokens=fields.pop("prompt", tokens // 2),
+            priority=RANKS[tier],
+            tier=tier,
+            **fields,
+        )
+        actions = self.queue.acquire("g", acquire, now)
+        self.queue.check()
+        return actions
+
+    def start(self, actions: list[Action], now: float = 0.0, tokens: int = 10) -> list[str]:
+        """Run what was granted; the tiers that got in."""
+        tiers: list[str] = []
+        for action in actions:
+            if isinstance(action, Granted):
+                tier = self.tier_of[action.ticket]
+                tiers.append(tier)
+                name = action.grant.replica_id
+                self.running[name].append((tier, action.grant.grant_id, tokens))
+                tiers += self.start(self.report(name, now), now, tokens)
+        self.queue.check()
+        return tiers
+
+    def end(self, tier: str, now: float = 0.0) -> list[str]:
+        for name, running in self.running.items():
+            for entry in running:
+                if entry[0] == tier:
+                    running.remove(entry)
+                    return self.start(self.report(name, now), now)
+        raise AssertionError(f"no {tier} runs")
+
+
+def test_reserved_slots_are_left_free_for_those_above() -> None:
+    pool = Pool(4)
+    got = [pool.start(pool.ask("batch")) for _ in range(4)]
+    assert got == [["batch"], ["batch"], [], []]
+    assert [pool.start(pool.ask("priority")) for _ in range(2)] == [["priority"], ["priority"]]
+    # Now the reservation is in use: what batch waits for are its own slots.
+    assert pool.end("batch") == ["batch"]
+
+
+def test_urgent_work_takes_the_slots_of_preemptible_work() -> None:
+    pool = Pool(4)
+    for _ in range(2):
+        pool.start(pool.ask("batch"))
+    got = [pool.start(pool.ask("priority")) for _ in range(6)]
+    # Two free slots, then those of the two batch requests, which the engine takes back.
+    assert got == [["priority"]] * 4 + [[], []]
+    assert pool.queue.free_slots == {"d0": -2}
+    assert pool.start(pool.ask("batch")) == []
+    assert pool.end("priority") == ["priority"]
+
+
+def test_work_that_may_not_be_preempted_keeps_its_slots() -> None:
+    pool = Pool(4)
+    for _ in range(2):
+        pool.start(pool.ask("fixed"))
+    assert [pool.start(pool.ask("priority")) for _ in range(3)] == [["priority"]] * 2 + [[]]
+
+
+def test_an_entry_that_does_not_fit_lets_more_urgent_ones_pass_and_no_others() -> None:
+    pool = Pool(3, tokens=100)
+    assert pool.start(pool.ask("default", tokens=40, prompt=40), tokens=40) == ["default"]
+    assert pool.start(pool.ask("default", tokens=90, prompt=90)) == []
+    assert pool.start(pool.ask("batch", tokens=10)) == []
+    assert pool.start(pool.ask("priority", tokens=10)) == ["priority"]
+
+
+def test_kv_room_is_counted_with_the_start_of_the_output() -> None:
+    pool = Pool(8, tokens=200, reserve_output_tokens=50)
+    # Prompt 20 and at most 50 of the 1,000 tokens of output set aside: two fit, the third waits.
+    got = [pool.ask("priority", tokens=1020, prompt=20) for _ in range(3)]
+    assert [len(actions) for actions in got] == [1, 1, 0]
+
+
+def test_a_prompt_larger_than_the_pool_still_gets_an_idle_replica() -> None:
+    pool = Pool(4, tokens=100)
+    assert pool.start(pool.ask("priority", tokens=500, prompt=500)) == ["priority"]
+
+
+def test_prompts_wait_while_the_prefill_pool_is_loaded() -> None:
+    pool = Pool(8, max_prefilling_tokens=100)
+    pool.report("d0", 0.0, prefilling_tokens=90, prefill_replicas=1)
+    assert pool.ask("default", prompt=20, tokens=30) == []
+    assert pool.ask("batch", prompt=5, tokens=30) == []  # no overtaking from below
+    actions = pool.report("d0", 1.0, prefilling_tokens=80, prefill_replicas=1)
+    assert [pool.tier_of[a.ticket] for a in actions if isinstance(a, Granted)] == ["default"]
+
+
+def test_a_flood_of_urgent_work_leaves_batch_its_share() -> None:
+    """Of the freed slots, and of the slots it has: what it began is not all taken back."""
+    pool = Pool(40)
+    for _ in range(40):
+        pool.start(pool.ask("priority"))
+    for _ in range(200):
+        pool.ask("batch")
+        pool.ask("priority")
+    started: list[str] = []
+    for turn in range(600):
+        pool.ask("priority")
+        running = [tier for tier, _, _ in pool.running["d0"]]
+        started += pool.end(running[7 * turn % len(running)])
+    assert started.count("batch") / len(started) == pytest.approx(0.1, abs=0.03)
+    assert [tier for tier, _, _ in pool.running["d0"]].count("batch") >= 3
+
+
+def test_a_pool_smaller_than_its_reservations_serves_everybody() -> None:
+    pool = Pool(1)
+    assert pool.start(pool.ask("batch")) == ["batch"]
+
+
+def test_who_would_wait_in_vain_is_told_at_once_with_the_estimate() -> None:
+    pool = Pool(1)
+    pool.start(pool.ask("default"))
+    for i in range(30):
+        pool.ask("default", tenant=f"t{i}")
+    for second in range(1, 21):
+        pool.end("default", float(second))  # one a second
+    [refused] = pool.ask("default", 20.0, remaining_ms=3_000, tenant="new")
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, Overloaded)
+    assert refused.error.code == "queue_timeout"
+    assert "about 10.0 s, more than the 3.0 s" in str(refused.error)
+    assert refused.error.retry_after_s == pytest.approx(7.0, abs=0.5)
+    # Who has the time waits, and who is urgent is not behind them.
+    assert pool.ask("default", 20.0, remaining_ms=30_000, tenant="patient") == []
+    [granted] = pool.ask("priority", 20.0, remaining_ms=3_000)
+    assert isinstance(granted, Granted)
+
+
+def test_without_a_known_pace_nobody_is_called_hopeless() -> None:
+    pool = Pool(1)
+    pool.start(pool.ask("default"))
+    assert pool.ask("default", remaining_ms=1) == []
+
+
+def test_each_tier_has_its_own_longest_wait() -> None:
+    pool = Pool(1, refuse_hopeless=False)
+    assert pool.start(pool.ask("fixed")) == ["fixed"]
+    for tier in ("default", "batch"):
+        pool.ask(tier)
+    assert pool.queue.oldest_ages_s(10.0) == {"default": 10.0, "batch": 10.0}
+    refused = pool.queue.tick(60.0)
+    assert [a.ticket for a in refused] == [2]
+    assert [a.ticket for a in pool.queue.tick(300.0)] == [3]
+
+
+def test_the_highest_revision_of_the_policy_holds() -> None:
+    pool = Pool(4)
+    for _ in range(3):
+        pool.start(pool.ask("batch"))
+    assert pool.queue.waiting() == {"batch": 1}
+    old = TierTable([TierRule(name="batch", rank=30)], revision=0)
+    assert pool.queue.policy(old, QueueLimits(), 0.0) == []
+    new = TierTable([TierRule(name="batch", rank=30)], revision=2)
+    [granted] = pool.queue.policy(new, QueueLimits(), 0.0)  # nothing is reserved any more
+    assert isinstance(granted, Granted)
+
+
+def test_limits_are_checked_and_travel() -> None:
+    limits = QueueLimits(max_waiting=5, max_prefilling_tokens=77)
+    assert QueueLimits.from_wire(limits.to_wire()) == limits
+    with pytest.raises(ConfigError, match="reserve_output_tokens=0"):
+        QueueLimits(reserve_output_tokens=0)
