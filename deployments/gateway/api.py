@@ -189,7 +189,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
         return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 
     add_explain(app, get_state, _ERRORS)
-    add_page(app, get_state)
+    add_page(app, get_state, _ERRORS)
     app.openapi = lambda: _openapi(app)
     return app
 

@@ -47,8 +47,14 @@ async def everyone(request: Request) -> None:
     """Without keys everyone may look: the gateway then listens on loopback alone."""
 
 
-def add_page(app: FastAPI, get_state: Callable[[], GatewayState], check: Check = everyone) -> None:
-    """Add `/dashboard`, its files and `/tailrace/live`. `check` guards the figures."""
+def add_page(
+    app: FastAPI,
+    get_state: Callable[[], GatewayState],
+    responses: dict[int | str, dict[str, Any]],
+    check: Check = everyone,
+) -> None:
+    """Add `/dashboard`, its files and `/tailrace/live`. `check` guards the figures; `responses`
+    describes the errors, for the OpenAPI document."""
     folder = files("deployments.gateway").joinpath("page")
     served = {
         name: _File(folder.joinpath(name).read_bytes(), kind) for name, kind in _TYPES.items()
@@ -61,7 +67,7 @@ def add_page(app: FastAPI, get_state: Callable[[], GatewayState], check: Check =
     for name in ("page.css", "page.js", "icon.svg"):
         app.get(f"/dashboard/{name}", include_in_schema=False)(served[name].answer)
 
-    @app.get("/tailrace/live", responses={200: {"content": {"application/json": {}}}})
+    @app.get("/tailrace/live", responses=responses)
     async def live(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         await check(request)
         state = get_state()

@@ -18,6 +18,9 @@ PATHS = [
     ("post", "/detokenize"),
     ("get", "/health"),
     ("get", "/metrics"),
+    ("get", "/tailrace/requests"),
+    ("get", "/tailrace/explain/{request_id}"),
+    ("get", "/tailrace/live"),
 ]
 
 

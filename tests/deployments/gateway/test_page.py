@@ -90,7 +90,7 @@ def guarded(get_state: Callable[[], Any]) -> FastAPI:
     async def requests() -> Any:
         return {"object": "list", "gateways": 1, "data": []}
 
-    add_page(app, get_state, check)
+    add_page(app, get_state, {}, check)
     return app
 
 
