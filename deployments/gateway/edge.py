@@ -38,6 +38,9 @@ class ClientGone(Exception):
 class Call:
     """One HTTP request as it came in."""
 
+    headers: Mapping[bytes, bytes]
+    """By name, which the server has made small letters. The last of several of one name counts."""
+
     request_id: str
     """The client's `x-request-id` if it is sane, else a new one. Clients may repeat theirs."""
 
@@ -47,7 +50,13 @@ class Call:
     @classmethod
     def of(cls, scope: Scope, echo_request_id: bool) -> Call:
         """As it comes in now; `call_of` finds it again."""
-        call = cls(_request_id(scope), time.monotonic(), echo_request_id)
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        theirs = headers.get(b"x-request-id")
+        if theirs is not None and _SANE_ID.fullmatch(theirs):
+            request_id = theirs.decode()
+        else:
+            request_id = "req_" + draw_name()
+        call = cls(headers, request_id, time.monotonic(), echo_request_id)
         scope[_CALL] = call
         return call
 
@@ -181,13 +190,6 @@ class Edge:
             await send_failure(describe(error, call.request_id), call, send)
 
 
-def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
-            return value.decode()
-    return "req_" + draw_name()
-
-
 async def send_failure(failure: Failure, call: Call, send: Send) -> None:
     body = failure.body()
     headers = (
@@ -199,11 +201,11 @@ async def send_failure(failure: Failure, call: Call, send: Send) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(call: Call, receive: Receive, limit: int) -> bytes:
     """The whole body. Raises RequestError (413) as soon as it is too long, ClientGone."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise _too_long(int(value), limit)
+    announced = call.headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_long(int(announced), limit)
     chunks: list[bytes] = []
     size = 0
     while True:

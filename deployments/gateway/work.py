@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from typing import Any, cast
@@ -125,7 +125,7 @@ class Generation:
         )
         self._state.explainer.begin(record)
         if self._state.tracer is not None:
-            record.trace = self._state.tracer.begin(scope["headers"])
+            record.trace = self._state.tracer.begin(call.headers)
         self._marks.append(("tokenize", call.received_s))
         self._state.log.append(
             Received(
@@ -134,7 +134,7 @@ class Generation:
                 endpoint=self._endpoint,
             )
         )
-        total_s, self._first_s = _patience(scope, self._config.limits.request_timeout_s)
+        total_s, self._first_s = _patience(call.headers, self._config.limits.request_timeout_s)
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -178,7 +178,7 @@ class Generation:
 
     async def _run(self, scope: Scope, receive: Receive) -> None:
         state, call = self._state, self._call
-        body = await read_body(scope, receive, self._config.limits.max_body_bytes)
+        body = await read_body(call, receive, self._config.limits.max_body_bytes)
         record = self._record
         record.read_s = time.monotonic()
         if self._config.logs.log_prompts:
@@ -207,9 +207,7 @@ class Generation:
         record.tokenised_s, record.tier, record.salt = now_s, TIER, first.salt
         record.prompt_tokens, record.num_choices = plan.prompt_tokens, plan.num_choices
         record.max_tokens = first.params.max_tokens
-        record.spans, self._explain = told_by(
-            scope["headers"], plan.extension, record.received_unix_s
-        )
+        record.spans, self._explain = told_by(call.headers, plan.extension, record.received_unix_s)
         if record.spans:
             count_spans(state.metrics, model, TIER, record.spans)
         self._inflight(-1)
@@ -568,19 +566,18 @@ def _uncancelled(task: asyncio.Task[Any]) -> bool:
     return uncancel is None or uncancel() == 0
 
 
-def _patience(scope: Scope, limit_s: float) -> tuple[float, float | None]:
+def _patience(headers: Mapping[bytes, bytes], limit_s: float) -> tuple[float, float | None]:
     """Seconds for the whole answer, and for its first byte.
 
     The first is `x-request-timeout-seconds`; the second the read timeout that OpenAI's clients
     tell, which bounds the whole answer where that comes in one piece.
     """
-    total_s, first_s = limit_s, None
-    for name, value in scope["headers"]:
-        if name == b"x-request-timeout-seconds":
-            total_s = min(total_s, _seconds(value) or total_s)
-        elif name == b"x-stainless-read-timeout":
-            first_s = _seconds(value)
-    return total_s, first_s
+    total_s = limit_s
+    patience = headers.get(b"x-request-timeout-seconds")
+    if patience is not None:
+        total_s = min(total_s, _seconds(patience) or total_s)
+    reading = headers.get(b"x-stainless-read-timeout")
+    return total_s, None if reading is None else _seconds(reading)
 
 
 def _seconds(value: bytes) -> float | None:

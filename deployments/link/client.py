@@ -42,13 +42,20 @@ async def dial(
     handshake = Handshake(secret, role, own_id, client=True)
     hooks = LinkHooks(expect_role=expect_role, expect_id=expect_id)
     loop = asyncio.get_running_loop()
+    made: list[Link] = []
+
+    def make() -> Link:
+        made.append(Link(handshake, handlers, settings, hooks))
+        return made[-1]
+
     try:
         host, port = split_address(address)
         _, link = await asyncio.wait_for(
-            loop.create_connection(lambda: Link(handshake, handlers, settings, hooks), host, port),
-            settings.connect_s,
+            loop.create_connection(make, host, port), settings.connect_s
         )
     except (OSError, ValueError, asyncio.TimeoutError) as error:
+        for attempt in made:
+            attempt.abandon()
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         reason = CloseReason(CloseCode.CONNECTION_LOST, why)
         raise LinkDown(f"{address} cannot be reached: {why}", reason) from error

@@ -300,8 +300,8 @@ class Link(asyncio.BufferedProtocol):
         self._reader.stop()
         self._wake_drains()
         transport = self._transport
-        if transport is None or transport.is_closing():
-            return  # not there yet, or somebody gave up dialling: nothing can be said
+        if transport is None:
+            return
         if reason.code in (CloseCode.LEASE_EXPIRED, CloseCode.PEER_STALLED):
             transport.abort()
             return
@@ -311,6 +311,12 @@ class Link(asyncio.BufferedProtocol):
             self._write_outgoing()
         transport.close()
         self._set_timer(_LINGER_S, transport.abort)
+
+    def abandon(self) -> None:
+        """The connection was given up while it was made. Nothing is left to write to."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def supersede(self, reason: CloseReason) -> None:
         """End the link now: `on_close` runs inside this call. Only from a loop callback."""
