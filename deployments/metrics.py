@@ -334,14 +334,12 @@ def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
 
 
 class _RayMetric(Protocol):
-    def inc(self, value: float, tags: dict[str, str]) -> None: ...
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 class RayMetrics(Protocol):
     """What is used of `ray.util.metrics`."""
 
-    def Counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> _RayMetric: ...
     def Gauge(self, name: str, description: str, tag_keys: tuple[str, ...]) -> _RayMetric: ...
 
 
@@ -352,22 +350,31 @@ class RayExporter:
     allowed in its names and becomes `_`: `vllm:num_requests_running` is served as
     `ray_vllm_num_requests_running`.
 
-    - A counter is increased by what came since the last export.
-    - A gauge is set when it changed; Ray repeats the last value while the process lives and forgets
-      it two reporting intervals later.
-    - A histogram becomes gauges `NAME_bucket{le}`, `NAME_sum` and `NAME_count` that hold the
-      cumulative counts, so `histogram_quantile(q, rate(ray_NAME_bucket[1m]))` works as usual.
-      Ray's own Histogram takes single observations, ships only bucket counts to the agent and
-      rebuilds the sum from the middles of the buckets: slower here and wrong there.
+    Everything becomes gauges of Ray that hold what the series hold, set when that changed:
+
+    - Of a counter, its total. Ray's own Counter takes only increases above 0: a counter would not
+      exist before its first event, and `rate` would never see that one.
+    - Of a histogram `NAME_bucket{le}`, `NAME_sum` and `NAME_count`, cumulative, so that
+      `histogram_quantile(q, rate(ray_NAME_bucket[1m]))` works as usual. Ray's own Histogram takes
+      single observations, ships only bucket counts to the agent and rebuilds the sum from the
+      middles of the buckets: slower here and wrong there.
+
+    Ray repeats the last value while the process lives and forgets it two reporting intervals later.
+    What it got before its agent listened is lost, so all is said again at the exports 2, 4, 8 and
+    every `REPEAT_EVERY` from then on.
 
     tags: put on every series; name the replica here, as Ray's agent keeps processes apart only by
     worker id. Not to be called on the hot path: a few microseconds a changed series or bucket.
     """
 
+    REPEAT_EVERY = 12
+    """Exports."""
+
     def __init__(
         self, registry: Registry, tags: Mapping[str, str], ray_metrics: RayMetrics | None = None
     ) -> None:
         self._registry = registry
+        self._exports = 0
         self._tags = dict(tags)
         self._ray = ray_metrics or cast("RayMetrics", import_module("ray.util.metrics"))
         self._metrics: dict[str, _RayMetric] = {}
@@ -375,11 +382,12 @@ class RayExporter:
 
     def export(self) -> None:
         """Bring Ray's figures up to date with the registry."""
+        self._exports += 1
+        if self._exports in (2, 4, 8) or self._exports % self.REPEAT_EVERY == 0:
+            self._exported.clear()
         for metric, values, series in self._registry.series():
             if isinstance(series, Histogram):
                 self._export_histogram(metric, values, series)
-            elif isinstance(series, Counter):
-                self._increase(metric, values, series.value)
             else:
                 self._set(metric, metric.name, metric.labels, values, series.value)
 
@@ -393,29 +401,20 @@ class RayExporter:
         self._set(metric, f"{name}_sum", labels, values, series.sum)
         self._set(metric, f"{name}_count", labels, values, seen)
 
-    def _increase(self, metric: Metric, values: Labels, value: float) -> None:
-        before = self._exported.get((metric.name, values), 0.0)
-        # A series that was removed and came back counts from 0 again.
-        delta = value - before if value >= before else value
-        if delta > 0:
-            found = self._metric(self._ray.Counter, metric, metric.name, metric.labels)
-            found.inc(delta, self._tags_of(metric.labels, values))
-        self._exported[metric.name, values] = value
-
     def _set(self, metric: Metric, name: str, labels: Labels, values: Labels, value: float) -> None:
         if self._exported.get((name, values)) == value:
             return
-        found = self._metric(self._ray.Gauge, metric, name, labels)
+        found = self._gauge(metric, name, labels)
         found.set(value, self._tags_of(labels, values))
         self._exported[name, values] = value
 
     def _tags_of(self, labels: Labels, values: Labels) -> dict[str, str]:
         return {**self._tags, **dict(zip(labels, values, strict=True))}
 
-    def _metric(self, make: Any, metric: Metric, name: str, labels: Labels) -> _RayMetric:
+    def _gauge(self, metric: Metric, name: str, labels: Labels) -> _RayMetric:
         found = self._metrics.get(name)
         if found is None:
             keys = tuple(dict.fromkeys((*self._tags, *labels)))
-            found = make(name.replace(":", "_"), description=metric.help, tag_keys=keys)
+            found = self._ray.Gauge(name.replace(":", "_"), metric.help, keys)
             self._metrics[name] = found
-        return cast("_RayMetric", found)
+        return found

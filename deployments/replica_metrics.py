@@ -46,6 +46,9 @@ class ReplicaMetrics:
         self._e2e = registry.histogram("vllm:e2e_request_latency_seconds", **engine)
         self._decode = registry.histogram("vllm:request_decode_time_seconds", **engine)
         self._process = ProcessFigures(registry, role)
+        self._idle_held = 0
+        """Blocks held at the last sample, if nothing was under way."""
+
         if role == "decode":
             self._begin_decode_at_zero()
 
@@ -123,9 +126,12 @@ class ReplicaMetrics:
             stats.num_leases_expired,
         )
         idle = not (stats.num_running or waiting or stats.num_leases)
+        # What ended during a step keeps its blocks until the step's commit: look twice.
+        held = stats.num_held_blocks if idle else 0
         registry.gauge("tailrace_kv_leaked_blocks", model=self._model).set(
-            stats.num_held_blocks if idle else 0
+            min(held, self._idle_held)
         )
+        self._idle_held = held
 
     def sample_streams(self, counters: Counters, checksum_mismatches: int) -> None:
         """Bring totals of a decode replica up to date."""
