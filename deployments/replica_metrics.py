@@ -188,9 +188,17 @@ class ReplicaMetrics:
 
     async def run(self, sample: Callable[[], None], links: Callable[[], Iterable[Link]]) -> None:
         """For ever: sample, send a snapshot to every link, now and then tell Ray's agent."""
+        self._gpus.start()
+        try:
+            await self._report(sample, links)
+        finally:
+            self._gpus.stop()
+
+    async def _report(
+        self, sample: Callable[[], None], links: Callable[[], Iterable[Link]]
+    ) -> None:
         to_ray = exporter(self.registry, self._replica_id, self._role)
         rounds = 0
-        self._gpus.start()
         while True:
             await asyncio.sleep(SNAPSHOT_EVERY_S)
             rounds += 1

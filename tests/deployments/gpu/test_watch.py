@@ -1,20 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pynvml
 import pytest
 from fake_nvml import NOT_SUPPORTED, Driver, Gpu, installed
 
+from deployments import replica_metrics
 from deployments.gpu.reader import GpuReader, NoGpu
 from deployments.gpu.reading import Device, Reading, Sample
 from deployments.gpu.series import GpuSeries
 from deployments.gpu.watch import REOPEN_ROUNDS, STALE_AFTER_S, GpuWatch
 from deployments.metrics import Registry
+from deployments.replica_metrics import ReplicaMetrics
 from engine.metrics import CATALOGUE
 
 DEVICE = Device(gpu="0", uuid="GPU-a", name="NVIDIA H200")
@@ -258,3 +262,28 @@ def test_every_sample_is_reported_so_that_no_critical_error_is_missed():
         watch.stop()
         thread_of(watch).join(20)
     assert shown(registry)["xid_errors_total 31"] == 2
+
+
+async def test_a_replica_sends_the_figures_of_its_gpus_to_every_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(replica_metrics, "SNAPSHOT_EVERY_S", 0.005)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shown, arrived = Registry(), asyncio.Event()
+
+    class Gateway:
+        def send(self, message: list[Any]) -> None:
+            shown.merge(message[1], message[3])
+            if list(shown.family("tailrace_gpu_power_watts")):
+                arrived.set()
+
+    with installed(Driver(Gpu("GPU-a"))) as driver:
+        metrics = ReplicaMetrics("m", "decode", "r1")
+        links = cast("Any", [Gateway()])
+        reporting = asyncio.create_task(metrics.run(lambda: None, lambda: links))
+        await asyncio.wait_for(arrived.wait(), 20)
+        reporting.cancel()
+        await asyncio.wait({reporting})
+        assert list(shown.family("tailrace_gpu_power_watts")) == [("r1", OWNER, 512.3)]
+        await asyncio.to_thread(thread_of(metrics._gpus).join, 20)
+        assert driver.initialised == 0
