@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 @click.option("--users", type=click.IntRange(min=1), help="Closed loop with so many users.")
 @click.option("--requests", type=click.IntRange(min=1), help="Stop after so many.")
 @click.option("--duration", type=click.FloatRange(min=0, min_open=True), help="Seconds offered.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, help="Each trace so often, in a row."
+)
 @click.option("--skip", type=click.FloatRange(min=0), default=0.0, help="Seconds of the trace.")
 @click.option(
     "--tick",
@@ -163,7 +166,10 @@ def spec_of(traces: Sequence[str], options: dict[str, Any]) -> Spec:
     from cluster.replay.retry import RetryPolicy
     from cluster.replay.workload import Factors
 
-    read = _traces(traces, options["format_name"], options["tick"])
+    read = tuple(
+        trace.repeated(options["repeat"])
+        for trace in _traces(traces, options["format_name"], options["tick"])
+    )
     return Spec(
         traces=read,
         mix=_mix(options, read),

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,6 +76,23 @@ class Trace:
                 "--rate"
             )
         return (len(self.requests) - 1) / self.span_s
+
+    def repeated(self, times: int) -> Trace:
+        """The trace `times` times in a row. Prefixes and conversations are shared within a
+        repetition, never across."""
+        round_s = self.span_s + 1 / self.rate if times > 1 and self.has_arrivals else 0.0
+        requests = list(self.requests)
+        for number in range(1, times):
+            requests += (
+                replace(
+                    request,
+                    at_s=None if request.at_s is None else request.at_s + number * round_s,
+                    chain=tuple(f"{number}/{block}" for block in request.chain),
+                    session=request.session and f"{number}/{request.session}",
+                )
+                for request in self.requests
+            )
+        return replace(self, requests=tuple(requests))
 
 
 class Row:

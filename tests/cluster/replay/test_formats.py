@@ -121,3 +121,14 @@ def test_a_file_that_is_not_there_and_a_format_that_nobody_knows(tmp_path):
         read_trace(tmp_path / "none.csv")
     with pytest.raises(TraceError, match=r"format 'x': there are request-log, mooncake"):
         read_trace(SAMPLES / "azure2023_conv.jsonl", format="x")
+
+
+def test_a_trace_in_a_row_shares_nothing_across_repetitions(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(mooncake(0, 3000, 6000))
+    trace = read_trace(path).repeated(2)
+    assert [r.at_s for r in trace.requests] == [0.0, 3.0, 6.0, 9.0, 12.0, 15.0]
+    assert [r.chain for r in trace.requests[::3]] == [(0, 1), ("1/0", "1/1")]
+    lengths = read_trace(SAMPLES / "arxiv_summarization_lengths.csv").repeated(2)
+    assert [len(lengths.requests), lengths.requests[300].at_s] == [600, None]
+    assert lengths.requests[300].input_tokens == lengths.requests[0].input_tokens
