@@ -20,8 +20,11 @@ import orjson
 from cluster.bench.cpu import Bystanders
 from cluster.compare.sides import Say, Served, Side
 from cluster.errors import ClusterError
+from cluster.replay.arrivals import Profile
 from cluster.replay.outcome import Outcome, Run, read_result
 from cluster.replay.replay import Spec, offer, prepare
+from cluster.replay.trace import Trace
+from cluster.replay.workload import Factors
 from cluster.report.pools import PoolSampler
 
 RUNS_DIRECTORY = "runs"
@@ -174,9 +177,18 @@ class Contest:
             ) from error
         for number, side in self._turns():
             self._say(f"round {number + 1} of {self._plan.rounds}: {side.name}")
-            with side.serving(self._say) as served:
-                self._turn(number, side, served)
-            self.record.save(self._directory)
+            try:
+                with side.serving(self._say) as served:
+                    self._turn(number, side, served)
+            except ClusterError as error:
+                if self.record.taken:
+                    error.args = (
+                        f"{error}\nwhat was measured before is kept: "
+                        f"tailrace compare --again {self._directory}",
+                    )
+                raise
+            finally:
+                self.record.save(self._directory)
             if self.record.interrupted:
                 break
         return self.record
@@ -236,7 +248,7 @@ class Contest:
             rate = load.multiple * capacity
         factors = replace(base.factors, seed=base.factors.seed + seed)
         if rate is not None:
-            factors = replace(factors, rate=rate, time=1.0)
+            factors = at_rate(factors, base.traces, rate)
         if load.users is not None:
             factors = replace(factors, users=load.users, rate=None)
         return replace(base, factors=factors, label=label)
@@ -254,6 +266,36 @@ class Contest:
             seed=base.factors.seed + 100_000 + seed,
         )
         return replace(base, factors=factors, label="closed loop")
+
+
+def at_rate(factors: Factors, traces: Sequence[Trace], rate: float) -> Factors:
+    """So that `rate` requests a second are offered within `max_duration_s`.
+
+    A trace is no even stream: its first minute may have half its mean rate. So the time factor is
+    that of the requests that are offered, which keep their pattern, not that of the whole trace.
+    Where there is no such window (a mix, arrivals that are made) the rate is the mean of the whole.
+    """
+    whole = replace(factors, rate=rate, time=1.0)
+    duration_s = factors.max_duration_s
+    if factors.arrivals != "trace" or len(traces) != 1 or duration_s is None:
+        return whole
+    if not traces[0].has_arrivals or factors.profile != Profile():
+        return whole
+    times = [each.at_s for each in traces[0].requests if each.at_s is not None]
+    times = [at_s for at_s in times if at_s >= factors.skip_s]
+    count = max(2, round(rate * duration_s))
+    if factors.max_requests is not None:
+        count = min(count, factors.max_requests)
+    if len(times) < count or times[count - 1] <= times[0]:
+        return whole
+    span_s = times[count - 1] - times[0]
+    return replace(
+        factors,
+        rate=None,
+        time=(count - 1) / rate / span_s,
+        max_requests=count,
+        max_duration_s=None,
+    )
 
 
 def closed_loop_rate(outcomes: Sequence[Outcome], users: int) -> float:
