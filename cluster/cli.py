@@ -29,6 +29,7 @@ _LAZY = {
     "chat": "cluster.chat:chat",
     "compare": "cluster.compare.command:compare",
     "dashboards": "dashboards.command:dashboards",
+    "explain": "cluster.explain:explain",
     "gpus": "cluster.gpus:gpus",
     "replay": "cluster.replay.command:replay",
     "report": "cluster.report.command:report",
@@ -139,6 +140,7 @@ def _announce(ready: Up, *, foreground: bool, as_json: bool) -> None:
     say(f"{'updated' if ready.updated else 'ready'} in {ready.ready_s:.1f} s")
     click.echo(f"\n  URL     {ready.url}/v1" if ready.models else f"\n  URL     {ready.url}")
     if ready.models:
+        click.echo(f"  page    {ready.url}/dashboard")
         click.echo(f"  models  {', '.join(ready.models)}")
         body = json.dumps(
             {"model": ready.models[0], "messages": [{"role": "user", "content": "Hello!"}]}
