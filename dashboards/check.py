@@ -30,33 +30,32 @@ def findings(boards: Iterable[Board], groups: Iterable[Group]) -> list[str]:
     boards, groups = tuple(boards), tuple(groups)
     known = _known(groups)
     found: list[str] = []
-    shown: set[str] = set()
     for where, expr in expressions(boards, groups):
         try:
             found += [f"{where}: {problem}" for problem in _problems(expr, known)]
-            shown |= {_family(selector.name) for selector in read(expr).selectors}
         except ValueError as error:
             found.append(f"{where}: {error}")
-    on_boards = {
-        _family(selector.name)
-        for board in boards
-        for panel in board.panels
-        for query in panel.queries
-        for selector in read(query.expr).selectors
-    }
-    behind = {
-        _family(selector.name)
-        for group in groups
-        for rule in group.recordings
-        if rule.record in on_boards or rule.record in shown
-        for selector in read(rule.expr).selectors
-    }
-    found += [
-        f"{name}: declared, and on no dashboard; add a panel that says what to do about it"
-        for name in CATALOGUE
-        if name not in on_boards | behind
-    ]
+    if not found:
+        shown = _shown(boards, groups)
+        found += [
+            f"{name}: declared, and on no dashboard; add a panel that says what to do about it"
+            for name in CATALOGUE
+            if name not in shown
+        ]
     return found
+
+
+def _shown(boards: tuple[Board, ...], groups: tuple[Group, ...]) -> set[str]:
+    """Metrics that panels read, by themselves or through recorded series."""
+    recorded = {rule.record: rule.expr for group in groups for rule in group.recordings}
+    queries = [query for board in boards for panel in board.panels for query in panel.queries]
+    left = [query.expr for query in queries]
+    shown: set[str] = set()
+    while left:
+        names = {_family(selector.name) for selector in read(left.pop()).selectors} - shown
+        shown |= names
+        left += [recorded[name] for name in names if name in recorded]
+    return shown
 
 
 def expressions(boards: Iterable[Board], groups: Iterable[Group]) -> Iterator[tuple[str, str]]:

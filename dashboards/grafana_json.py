@@ -131,6 +131,8 @@ def _panel(panel: Panel) -> stat.Panel | table.Panel | timeseries.Panel:
         built = built.max(panel.maximum)
     if panel.decimals is not None:
         built = built.decimals(panel.decimals)
+    if panel.empty:
+        built = built.no_value(panel.empty)
     for number, query in enumerate(panel.queries):
         built = built.with_target(_target(panel, query, _ref(number)))
     return built

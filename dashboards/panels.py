@@ -40,7 +40,7 @@ class Panel:
     red_below: float | None = None
     decimals: int | None = None
     empty: str = ""
-    """Why a query of it may return nothing on a healthy cluster; empty: none may."""
+    """Why it may show nothing on a healthy cluster, which it then says; empty: it may not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ _WORK = Row(
         ),
         _gpu(
             *("Clocks", "hertz"),
-            "Falling under load: see why beside it.",
+            "Falling under load means slower steps: the reasons are in the panel beside it.",
             (_max("tailrace_gpu_clock_hertz", f"{_BY}, clock"), f"{_NAME} {{{{clock}}}}"),
         ),
         _gpu(

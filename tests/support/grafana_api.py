@@ -380,6 +380,7 @@ def grafana(prefix: str = "") -> Iterator[FakeGrafana]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one write
 
         def _serve(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
