@@ -134,6 +134,8 @@ class Response:
             end = line + 2 + size
             if len(buffer) < end + 2:
                 break
+            if buffer[end : end + 2] != _LINE_END:
+                raise ConnectionBroken(f"a chunk of {size} bytes does not end where it should")
             parts.append(buffer[line + 2 : end])
             at = end + 2
         self._buffer = buffer[at:]

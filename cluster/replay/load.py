@@ -84,15 +84,16 @@ class Load:
         self,
         schedule: Schedule,
         target: Target,
-        writer: PromptWriter,
+        writers: Mapping[str, PromptWriter],
         patience: Patience,
         on_outcome: Callable[[Outcome], None],
         *,
         seed: int = 0,
     ) -> None:
+        """`writers` by model, for every model of the schedule."""
         self._schedule = schedule
         self._target = target
-        self._writer = writer
+        self._writers = writers
         self._patience = patience
         self._on_outcome = on_outcome
         self._seed = seed
@@ -360,7 +361,7 @@ class Load:
 
     def _first_body(self, offer: Offer) -> bytes:
         if self._target.prompts == "ids":
-            return self._dumps(offer, {"prompt": self._writer.ids(offer.segments)})
+            return self._dumps(offer, {"prompt": self._writers[offer.model].ids(offer.segments)})
         return self._body(offer, [], keep=False)
 
     def _body(self, offer: Offer, history: list[str], *, keep: bool = True) -> bytes:
@@ -376,7 +377,7 @@ class Load:
         return self._dumps(offer, {"messages": messages})
 
     def _message(self, offer: Offer) -> str:
-        return self._writer.text(offer.segments)
+        return self._writers[offer.model].text(offer.segments)
 
     def _dumps(self, offer: Offer, prompt: Mapping[str, Any]) -> bytes:
         target = self._target

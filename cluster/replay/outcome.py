@@ -80,7 +80,7 @@ class Outcome:
 
     predicted_cached_tokens: int = 0
     """What an infinite prefix cache would have held when this was due: block arithmetic over the
-    requests before it in the schedule."""
+    requests before it in the schedule, as if all of them had been served."""
 
     phases: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds by phase, from the server's `server-timing` header."""

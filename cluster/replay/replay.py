@@ -72,7 +72,9 @@ class Prepared:
     run: Run
     schedule: Schedule
     target: Target
-    writer: PromptWriter
+    writers: Mapping[str, PromptWriter]
+    """By model."""
+
     patience: Patience
 
 
@@ -139,12 +141,14 @@ def prepare(
         machine=origin.machine(),
         command=origin.command(),
     )
-    vocabulary = vocabularies.get(next(iter(used), served[0].name))
     return Prepared(
         run=run,
         schedule=schedule,
         target=target,
-        writer=PromptWriter(vocabulary, factors.seed),
+        writers={
+            name: PromptWriter(vocabulary, factors.seed)
+            for name, vocabulary in vocabularies.items()
+        },
         patience=spec.patience,
     )
 
@@ -171,7 +175,7 @@ def offer(
     load = Load(
         prepared.schedule,
         prepared.target,
-        prepared.writer,
+        prepared.writers,
         prepared.patience,
         on_outcome,
         seed=run.seed,

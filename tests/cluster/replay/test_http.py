@@ -55,6 +55,7 @@ def test_a_body_without_length_ends_with_the_connection():
         b"SSH-2.0-x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcd\r\n",
     ],
 )
 def test_what_is_no_http_is_refused(data):

@@ -52,7 +52,7 @@ async def run(
     load = Load(
         Schedule(offers=tuple(offers), sources=(), users=users),
         Target(url=stub.url, run_id="run", **target),
-        PromptWriter(VOCABULARY, 0),
+        {MODEL: PromptWriter(VOCABULARY, 0)},
         patience or Patience(timeout_s=20),
         outcomes.append,
     )

@@ -99,7 +99,7 @@ async def test_a_server_without_tokenize_needs_a_tokenizer_or_ids():
         ids = await prepared(stub, endpoint="completions", prompts="ids")
     assert own.run.settings["chat_frames"] == {"stub": {"head": 6, "tail": 12, "join": 7}}
     offer = ids.schedule.offers[0]
-    assert len(ids.writer.ids(offer.segments)) == offer.input_tokens == 37
+    assert len(ids.writers[offer.model].ids(offer.segments)) == offer.input_tokens == 37
 
 
 async def test_the_run_says_what_is_offered_to_whom():
