@@ -137,7 +137,7 @@ class ClusterStream:
         self._deadline = deadline
         self._legs: list[_Leg] = []
         self._events: list[StreamEvent] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._failure: EngineError | None = None
         self._again: list[tuple[_Leg, Overloaded]] = []
         self._lost: set[str] = set()
@@ -283,7 +283,7 @@ class ClusterStream:
                 )
         leg.unconsumed += len(event.token_ids)
         self._events.append(event)
-        self._wake.set()
+        self._wake()
 
     def on_refused(self, leg: _Leg, error: EngineError) -> None:
         """Decode will not, or no longer, serve this leg."""
@@ -293,7 +293,7 @@ class ClusterStream:
             self._again.append((leg, error))
         else:
             self._failure = error
-        self._wake.set()
+        self._wake()
 
     def on_lost(self, leg: _Leg, reason: CloseReason) -> None:
         """The replica is gone. What it had not finished goes elsewhere."""
@@ -310,7 +310,12 @@ class ClusterStream:
                     f"request, the last one {leg.replica} ({reason}): it may be the cause; change "
                     "it or look at the replicas' logs before sending it again"
                 )
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the reader, if it waits, look again. A future of its own: an event costs thrice."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:
         return self._run()
@@ -332,8 +337,11 @@ class ClusterStream:
             if self._again:
                 await self._replace()
                 continue
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def _replace(self) -> None:
         again, self._again = self._again, []
