@@ -36,6 +36,7 @@ from deployments.link.link import Link, LinkDown, LinkHandlers
 from deployments.link.messages import Kind, Report
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.logs import adopt_serve
 from deployments.pool_replica import PoolReplica
 from deployments.prefill import advertised
 from deployments.replica_metrics import ReplicaMetrics
@@ -335,11 +336,13 @@ class DecodeService:
     graceful_shutdown_wait_loop_s=0.5,
     health_check_period_s=2,
     health_check_timeout_s=30,
+    logging_config={"encoding": "JSON"},
 )
 class Decode(PoolReplica[DecodeService]):
     """Serve's view of a decode replica: placement, and what it is called for."""
 
     async def __init__(self, args: dict[str, Any], prefill: DeploymentHandle | None) -> None:
+        adopt_serve()
         parsed = ModelArgs.model_validate(args)
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id

@@ -23,6 +23,7 @@ from deployments.lifecycle.export import ExportServer
 from deployments.link.link import Link, LinkHandlers
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
+from deployments.logs import adopt_serve
 from deployments.pool_replica import PoolReplica
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.secret import read_link_secret
@@ -136,11 +137,13 @@ class PrefillService:
     graceful_shutdown_wait_loop_s=0.5,
     health_check_period_s=2,
     health_check_timeout_s=30,
+    logging_config={"encoding": "JSON"},
 )
 class Prefill(PoolReplica[PrefillService]):
     """Serve's view of a prefill replica: placement, and what it is called for."""
 
     async def __init__(self, args: dict[str, Any]) -> None:
+        adopt_serve()
         parsed = ModelArgs.model_validate(args)
         replica_id = serve.get_replica_context().replica_id.unique_id
         settings = PoolSettings()

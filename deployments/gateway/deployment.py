@@ -13,6 +13,7 @@ from ray import serve
 
 from deployments.gateway.events import to_json
 from deployments.gateway.process import GatewayProcess, build_app
+from deployments.logs import adopt_serve
 from deployments.secret import read_link_secret
 
 
@@ -22,13 +23,15 @@ from deployments.secret import read_link_secret
     ray_actor_options={"num_cpus": 0.1},
     graceful_shutdown_timeout_s=600,
     health_check_period_s=2,
-    logging_config={"enable_access_log": False},  # the event log has every request already
+    # Every request has a line of its own (`deployments.logs`), and that says more.
+    logging_config={"encoding": "JSON", "enable_access_log": False},
 )
 @serve.ingress(build_app)
 class Gateway:
     """Thin: the process does the work, the ASGI app answers."""
 
     async def __init__(self, args: dict[str, Any]) -> None:
+        adopt_serve()
         context = serve.get_replica_context()
         # Serve's wrapper is what counts requests for it to scale by. Where this version does not
         # tell whether it does, it may.
