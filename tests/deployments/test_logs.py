@@ -1,0 +1,173 @@
+"""One structured line a request, in whatever encoding Serve writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from ray._common.formatters import JSONFormatter
+
+from deployments.explain.request import ExternalSpan, Leg, Note, RequestRecord
+from deployments.logs import MAX_PROMPT_BYTES, RequestLines, adopt_serve, request_line, tenant_of
+
+
+def record(**changes: Any) -> RequestRecord:
+    leg = Leg(0, (0,), asked_s=11.0, granted_s=12.0, submitted_s=12.5, replica="d1")
+    values: dict[str, Any] = {
+        "request_id": "req_1",
+        "endpoint": "chat",
+        "received_s": 10.0,
+        "received_unix_s": 1_700_000_000.0,
+        "gateway": "g1",
+        "answer_id": "chatcmpl-1",
+        "model": "m",
+        "stream": True,
+        "read_s": 10.5,
+        "tokenised_s": 11.0,
+        "first_token_s": 13.0,
+        "ended_s": 15.0,
+        "outcome": "finished",
+        "status": 200,
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "legs": [leg],
+    }
+    return RequestRecord(**(values | changes))
+
+
+@pytest.fixture
+def lines() -> Any:
+    """`(logger, what it wrote)` with a formatter of choice."""
+    made: list[logging.Logger] = []
+
+    def make(formatter: logging.Formatter) -> tuple[logging.Logger, io.StringIO]:
+        out = io.StringIO()
+        handler = logging.StreamHandler(out)
+        handler.setFormatter(formatter)
+        logger = logging.getLogger(f"tests.lines.{len(made)}")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        made.append(logger)
+        return logger, out
+
+    yield make
+    for logger in made:
+        logger.handlers.clear()
+
+
+def test_a_line_has_what_became_of_the_request_and_where_its_time_went() -> None:
+    assert request_line(record()) == {
+        "event": "request",
+        "request_id": "req_1",
+        "answer_id": "chatcmpl-1",
+        "tenant": "default",
+        "endpoint": "chat",
+        "model": "m",
+        "tier": "default",
+        "stream": True,
+        "outcome": "finished",
+        "status": 200,
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "cached_tokens": 0,
+        "received_at": 1_700_000_000.0,
+        "duration_ms": 5000.0,
+        "ttft_ms": 3000.0,
+        "phases_ms": {
+            "tokenize": 1000.0,
+            "queue": 1000.0,
+            "route": 500.0,
+            "prefill": 500.0,
+            "stream": 2000.0,
+        },
+        "gateway": "g1",
+        "replica": "d1",
+    }
+
+
+def test_what_applies_is_added_and_the_tenant_is_a_hash() -> None:
+    told = record(
+        salt="secret salt",
+        outcome="failed",
+        status=503,
+        code="no_replicas",
+        spans=(ExternalSpan(name="x", kind="tool", before_s=2.0, duration_s=1.5),),
+        notes=[Note(1.0, "degraded", {})],
+        trace=("ab" * 16, "cd" * 8, None, True),
+    )
+    told.legs[0].end = "lost"
+    line = request_line(told)
+    assert {name: line[name] for name in ("code", "external_ms", "migrations", "notes")} == {
+        "code": "no_replicas",
+        "external_ms": 1500.0,
+        "migrations": 1,
+        "notes": ["degraded"],
+    }
+    assert line["trace_id"] == "ab" * 16
+    assert line["tenant"] == tenant_of("secret salt") != "secret salt"
+
+
+def test_a_request_that_was_not_understood_has_a_line_too() -> None:
+    line = request_line(
+        RequestRecord("r", "chat", 1.0, 2.0, ended_s=1.25, outcome="failed", status=400, code="x")
+    )
+    assert (line["phases_ms"], line["duration_ms"]) == ({"tokenize": 250.0}, 250.0)
+    assert "model" not in line
+
+
+def test_no_prompt_without_asking_and_a_bounded_one_with_it() -> None:
+    assert "prompt" not in request_line(record())
+    assert len(request_line(record(), b"x" * 100_000)["prompt"]) == MAX_PROMPT_BYTES
+
+
+def test_in_text_the_message_is_the_json_and_in_json_the_fields_are_fields(lines: Any) -> None:
+    logger, out = lines(logging.Formatter("%(levelname)s %(message)s"))
+    RequestLines(logger).write(record())
+    level, _, message = out.getvalue().partition(" ")
+    assert (level, json.loads(message)["request_id"]) == ("INFO", "req_1")
+
+    logger, out = lines(JSONFormatter())
+    RequestLines(logger).write(record())
+    line = json.loads(out.getvalue())
+    assert (line["message"], line["request_id"]) == ("request", "req_1")
+    assert line["request"]["phases_ms"]["queue"] == 1000.0
+
+
+def test_a_line_that_cannot_be_written_costs_no_answer(
+    lines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, _ = lines(logging.Formatter())
+    broken = record()
+    broken.legs = None  # type: ignore[assignment]
+    RequestLines(logger).write(broken)
+    assert "the line of a request could not be written" in caplog.text
+
+
+def test_what_our_modules_log_goes_to_serves_handlers_with_its_level_and_request(
+    lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve, out = lines(JSONFormatter())
+    monkeypatch.setattr("deployments.logs.SERVE", serve.name)
+    own = logging.getLogger("deployments")
+    before = own.handlers[:], own.level, own.propagate
+    engine = logging.getLogger("engine")
+    engine_before = engine.handlers[:], engine.level, engine.propagate
+    try:
+        own.handlers = []
+        adopt_serve()
+        adopt_serve()
+        named = {"request_id": "req_1"}
+        logging.getLogger("deployments.lifecycle.streams").warning("a pull failed", extra=named)
+        line = json.loads(out.getvalue())  # exactly one
+    finally:
+        own.handlers, own.propagate = before[0], before[2]
+        own.setLevel(before[1])
+        engine.handlers, engine.propagate = engine_before[0], engine_before[2]
+        engine.setLevel(engine_before[1])
+    assert (line["levelname"], line["message"], line["request_id"]) == (
+        *("WARNING", "a pull failed", "req_1"),
+    )
