@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,22 +108,43 @@ def pooled(rounds: Mapping[int, tuple[Taken, Run, list[Outcome]]]) -> list[Outco
     return [each for number in sorted(_whole(rounds)) for each in rounds[number][2]]
 
 
-def sentences(findings: Findings) -> list[str]:
-    """Where each side loses, load by load; what chance could explain is left out."""
-    lines: list[str] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Where one side is worse than another by more than chance explains."""
+
+    load: str
+    loser: str
+    winner: str
+    figures: tuple[tuple[str, str], ...]
+    """Title, and by how much."""
+
+
+def losses(findings: Findings) -> list[Loss]:
+    """By load, in order."""
+    found: list[Loss] = []
     for match in findings.matches:
-        losses = [each for each in match.figures if each.verdict == "worse"]
-        gains = [each for each in match.figures if each.verdict == "better"]
-        if losses:
-            lines.append(f"At {match.load}, {match.b} loses to {match.a}: {_listed(losses)}.")
-        if gains:
-            told = _listed(gains, turned=True)
-            lines.append(f"At {match.load}, {match.a} loses to {match.b}: {told}.")
-        if not losses and not gains:
-            lines.append(
-                f"At {match.load}, no figure of {match.a} and {match.b} differs by more than "
-                "chance explains."
+        for loser, winner, verdict in ((match.a, match.b, "better"), (match.b, match.a, "worse")):
+            figures = tuple(
+                (each.figure.title, change_text(each, turned=verdict == "better"))
+                for each in match.figures
+                if each.verdict == verdict
             )
+            if figures:
+                found.append(Loss(load=match.load, loser=loser, winner=winner, figures=figures))
+    return found
+
+
+def sentences(findings: Findings) -> list[str]:
+    """Where each side loses, side by side and load by load; what chance explains is left out."""
+    found = losses(findings)
+    lines: list[str] = []
+    for name in findings.sides:
+        own = [each for each in found if each.loser == name]
+        if not own:
+            lines.append(f"{name} loses nowhere by more than chance explains.")
+        for loss in own:
+            told = "; ".join(f"{title} {change}" for title, change in loss.figures)
+            lines.append(f"{name} loses to {loss.winner} at {loss.load}: {told}.")
     return lines
 
 
@@ -231,12 +252,6 @@ def change_text(comparison: Comparison, *, turned: bool = False) -> str:
     values = [change, low, high] if not turned else [change, high, low]
     points = ["–" if each is None else f"{sign * 100 * each:+.1f}" for each in values]
     return f"{points[0]} points" + ("" if low is None else f" ({points[1]} to {points[2]})")
-
-
-def _listed(comparisons: Sequence[Comparison], *, turned: bool = False) -> str:
-    return "; ".join(
-        f"{each.figure.title} {change_text(each, turned=turned)}" for each in comparisons
-    )
 
 
 def _whole(rounds: Mapping[int, tuple[Taken, Run, list[Outcome]]]) -> set[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import yaml
 
-from cluster.compare.findings import Findings, Match, change_text, doubts, pooled, sentences
+from cluster.compare.findings import Findings, Match, change_text, doubts, losses, pooled
 from cluster.compare.pairs import FIGURES, Comparison, Figure
 from cluster.replay.outcome import Run
 from cluster.report import plots
@@ -27,11 +27,17 @@ def page(findings: Findings, title: str) -> str:
     out.paragraph(_opening(findings))
     out.heading("Where each side loses")
     out.paragraph(
-        "Each line names figures whose interval leaves out “no difference”. Factors are of the "
-        "loser's figure to the other's.",
+        "Figures whose interval leaves out “no difference”: the loser's divided by the other's, "
+        "or less the other's for shares, with the interval in brackets.",
         "soft",
     )
-    out.bullets(sentences(findings))
+    for name in findings.sides:
+        own = [each for each in losses(findings) if each.loser == name]
+        if not own:
+            out.paragraph(f"{name} loses nowhere by more than chance explains.")
+        for loss in own:
+            out.paragraph(f"{name} loses to {loss.winner} at {loss.load}:")
+            out.bullets([f"{title}: {change}" for title, change in loss.figures])
     for line in doubts(findings):
         out.paragraph(line, "note")
     if len(findings.loads) > 1:

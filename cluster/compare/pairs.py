@@ -32,6 +32,9 @@ Verdict = Literal["better", "worse", "same"]
 
 _MAX_ADDITIONS = 40_000_000
 
+_LEAST_S = 1e-4
+"""Latencies below it count as this much: a ratio of two that are next to nothing says nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
@@ -257,6 +260,8 @@ def _change(figure: Figure, a: float | None, b: float | None) -> float | None:
         return None
     if figure.how == "difference":
         return b - a
+    if figure.latency is not None:
+        a, b = max(a, _LEAST_S), max(b, _LEAST_S)
     return math.log(b / a) if a > 0 and b > 0 else None
 
 
@@ -272,6 +277,8 @@ def _changes(figure: Figure, a: Floats, b: Floats) -> Floats:
     """Of each resample, in logarithms where the figure is a ratio; NaN where there is none."""
     if figure.how == "difference":
         return b - a
+    if figure.latency is not None:
+        a, b = np.maximum(a, _LEAST_S), np.maximum(b, _LEAST_S)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.log(b / a)
     return np.where(np.isfinite(steps), steps, np.nan)

@@ -85,6 +85,12 @@ def test_shares_are_compared_by_difference():
     assert found["unanswered_share"].verdict == "worse"
 
 
+def test_waits_that_are_next_to_nothing_are_equal():
+    a = [outcome(i, phases={"queue": 1e-15}) for i in range(20)]
+    b = [outcome(i, phases={"queue": 0.0}) for i in range(20)]
+    assert figures([a], [b])["queue_s_p99"].change == 1.0
+
+
 def test_what_a_side_does_not_tell_is_not_compared():
     told = [outcome(i, phases={"queue": 0.1}) for i in range(20)]
     silent = [outcome(i) for i in range(20)]
