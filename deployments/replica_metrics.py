@@ -24,7 +24,7 @@ _CONNECTOR = "link"
 
 
 class ReplicaMetrics:
-    """One replica's registry. Steps and requests are observed as they happen, totals once a second.
+    """One replica's registry. Requests are observed as they end, steps and totals once a second.
 
     Implements `streams.StreamObserver`.
     """
@@ -45,6 +45,9 @@ class ReplicaMetrics:
         self._tpot = registry.histogram("vllm:request_time_per_output_token_seconds", **engine)
         self._e2e = registry.histogram("vllm:e2e_request_latency_seconds", **engine)
         self._decode = registry.histogram("vllm:request_decode_time_seconds", **engine)
+        self._steps: list[tuple[int, float]] = []
+        self._gaps: list[tuple[float, int]] = []
+        self._ended: dict[FinishReason, Counter] = {}
         self._process = ProcessFigures(registry, role)
         self._idle_held = 0
         """Blocks held at the last sample, if nothing was under way."""
@@ -65,15 +68,25 @@ class ReplicaMetrics:
         registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=_CONNECTOR)
 
     def step(self, step: StepOutput) -> None:
+        # What a step costs is mostly code that the processor has forgotten since the last one: so
+        # as little of it as can be. `settle` does the rest for all steps of a second.
         if step.num_tokens:
-            self._step_tokens.observe(step.num_tokens)
-            self._step_seconds.observe(step.duration_s)
+            self._steps.append((step.num_tokens, step.duration_s))
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
     def gaps(self, counted: Sequence[tuple[float, int]]) -> None:
-        for seconds, times in counted:
+        self._gaps += counted
+
+    def settle(self) -> None:
+        """Bring the histograms of steps up to date."""
+        steps, self._steps = self._steps, []
+        for tokens, seconds in steps:
+            self._step_tokens.observe(tokens)
+            self._step_seconds.observe(seconds)
+        gaps, self._gaps = self._gaps, []
+        for seconds, times in gaps:
             self._itl.observe(seconds, times)
 
     def ended(
@@ -84,9 +97,12 @@ class ReplicaMetrics:
             self._decode.observe(decode_s)
             if num_tokens > 1:
                 self._tpot.observe(decode_s / (num_tokens - 1))
-        self.registry.counter(
-            "vllm:request_success_total", model_name=self._model, finished_reason=finish.value
-        ).inc()
+        counter = self._ended.get(finish)
+        if counter is None:
+            counter = self._ended[finish] = self.registry.counter(
+                "vllm:request_success_total", model_name=self._model, finished_reason=finish.value
+            )
+        counter.inc()
 
     def pulled(self, prefilled: Prefilled, seconds: float) -> None:
         self.registry.histogram(
@@ -204,6 +220,7 @@ class ReplicaMetrics:
             rounds += 1
             try:
                 sample()
+                self.settle()
                 self._gpus.report()
                 self._process.sample()
                 message = [Kind.SNAPSHOT, self._replica_id, self._role, self.registry.snapshot()]

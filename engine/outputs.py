@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.request import FinishReason, RequestId, SampledToken
 from engine.scheduling.scheduler import Reservation
@@ -38,18 +39,23 @@ class Computed:
     blocks: tuple[int, ...]
 
 
+def _none() -> list[Any]:
+    # Not `list[Output]`: calling that takes as long as the rest of a StepOutput.
+    return []
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Everything one step produced, handed to the event loop in one call."""
 
-    outputs: list[Output] = field(default_factory=list["Output"])
-    computed: list[Computed] = field(default_factory=list["Computed"])
-    reservations: list[Reservation] = field(default_factory=list[Reservation])
+    outputs: list[Output] = field(default_factory=_none)
+    computed: list[Computed] = field(default_factory=_none)
+    reservations: list[Reservation] = field(default_factory=_none)
     num_tokens: int = 0
     """Tokens computed by the forward pass."""
 
     duration_s: float = 0.0
-    prompts: list[tuple[RequestId, int]] = field(default_factory=list[tuple[RequestId, int]])
+    prompts: list[tuple[RequestId, int]] = field(default_factory=_none)
     """Requests of which a share of the prompt was computed, and of how many tokens."""
 
     preempted: tuple[RequestId, ...] = ()

@@ -79,7 +79,10 @@ class SyntheticEngine:
     def step(self) -> StepOutput | None:
         """Sleep until the tick, then give everyone a token. None when nobody runs."""
         with self._lock:
-            if not any(not r.paused for r in self._running.values()):
+            for running in self._running.values():
+                if not running.paused:
+                    break
+            else:
                 self._work.clear()
                 return None
         now = time.monotonic()
@@ -105,7 +108,7 @@ class SyntheticEngine:
                 outputs.append(Output(request_id, token, text, finish, 0))
             for request_id in ended:
                 del self._running[request_id]
-        return StepOutput(outputs, num_tokens=len(outputs), duration_s=self.tick_s)
+        return StepOutput(outputs, [], [], len(outputs), self.tick_s)
 
     def wait(self, timeout_s: float) -> bool:
         return self._work.wait(timeout_s)

@@ -32,6 +32,9 @@ class Step:
     """Requests that lost their blocks for this step."""
 
 
+_BATCH = 512
+
+
 class StepRing:
     """The last `size` steps. Not thread-safe: for the event loop."""
 
@@ -41,6 +44,7 @@ class StepRing:
         self._durations = array("d", bytes(8 * size))
         self._facts = array("Q", bytes(8 * size))
         self._count = 0
+        self._new: list[tuple[float, float, int, int, int, int, int]] = []
 
     def add(
         self,
@@ -53,6 +57,26 @@ class StepRing:
         preempted: int = 0,
     ) -> None:
         """`end_s` must not go back. Counts above 65,535 (255 preempted) are kept as that."""
+        # Once a step, between passes: the packing is left to a moment when it is done in a row.
+        self._new.append((end_s, duration_s, tokens, rows, prompts, prompt_tokens, preempted))
+        if len(self._new) >= _BATCH:
+            self._settle()
+
+    def _settle(self) -> None:
+        new, self._new = self._new, []
+        for step in new:
+            self._pack(*step)
+
+    def _pack(
+        self,
+        end_s: float,
+        duration_s: float,
+        tokens: int,
+        rows: int,
+        prompts: int,
+        prompt_tokens: int,
+        preempted: int,
+    ) -> None:
         at = self._count % self._size
         self._ends[at] = end_s
         self._durations[at] = duration_s
@@ -66,12 +90,14 @@ class StepRing:
         self._count += 1
 
     def __len__(self) -> int:
+        self._settle()
         return min(self._count, self._size)
 
     @property
     def oldest_s(self) -> float | None:
         """End of the oldest step still known."""
-        return self._ends[(self._count - len(self)) % self._size] if self._count else None
+        known = len(self)
+        return self._ends[(self._count - known) % self._size] if known else None
 
     def at(self, end_s: float) -> Step | None:
         """The step that ended at exactly `end_s`."""
@@ -101,7 +127,8 @@ class StepRing:
 
     def _first_after(self, at_s: float, *, including: bool) -> int:
         """Number of the first step that ended after `at_s` (or, `including`, at it)."""
-        low, high = self._count - len(self), self._count
+        known = len(self)  # packs what is new, so it comes before the count
+        low, high = self._count - known, self._count
         while low < high:
             middle = (low + high) // 2
             end_s = self._ends[middle % self._size]

@@ -313,7 +313,8 @@ class StreamTable:
                 self._run(choice.stream, Reserved(reservation.num_cached_tokens))
         now = time.monotonic()
         self._note(step, now)
-        choices, gaps = self._choices, dict[float, int]()
+        choices = self._choices
+        gaps: dict[float, int] = {}
         frames: dict[Link, list[list[Any]]] = {}
         link: Link | None = None
         events: list[list[Any]] = []
@@ -654,7 +655,7 @@ class StreamTable:
     def _send_step(self, link: Link, events: list[list[Any]]) -> None:
         self.counters.frames += 1
         self.counters.tokens_out += len(events)
-        link.send([Kind.STEP, events])
+        link.send([Kind.STEP, events], last=True)
 
     @staticmethod
     def _usage(stream: _Stream) -> Usage:

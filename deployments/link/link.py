@@ -218,8 +218,9 @@ class Link(asyncio.BufferedProtocol):
         transport = self._transport
         return self._outgoing_bytes + (transport.get_write_buffer_size() if transport else 0)
 
-    def send(self, message: Sequence[Any]) -> bool:
+    def send(self, message: Sequence[Any], *, last: bool = False) -> bool:
         """Queue one message. The messages of one loop iteration leave together, eight in a write.
+        `last`: nothing follows it soon, so that it need not wait for the end of the iteration.
 
         False, and nothing is sent, when the link is not open: `on_close` tells everybody once, so
         that senders need not. Raises `WireError` for a message above the frame limit.
@@ -233,7 +234,7 @@ class Link(asyncio.BufferedProtocol):
                 f"a message of {len(frame) - 4} bytes is above the limit of "
                 f"{self._settings.max_frame_bytes}: split it or raise max_frame_bytes on all sides",
             )
-        self._queue(frame)
+        self._queue(frame, last)
         return True
 
     def send_payload(self, head: Sequence[Any], payload: Payload | Sequence[Payload]) -> bool:
@@ -457,10 +458,10 @@ class Link(asyncio.BufferedProtocol):
         logger.exception("handling kind %s from %s failed", kind, self.remote)
         self.end(CloseReason(CloseCode.HANDLER_FAILED, f"kind {kind}: {type(error).__name__}"))
 
-    def _queue(self, frame: bytes) -> None:
+    def _queue(self, frame: bytes, last: bool = False) -> None:
         self._outgoing.append(frame)
         self._outgoing_bytes += len(frame)
-        if len(self._outgoing) >= _BATCH:
+        if last or len(self._outgoing) >= _BATCH:
             self._flush()
         elif not (self._corked or self._flush_due):
             self._flush_due = True

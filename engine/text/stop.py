@@ -19,12 +19,14 @@ class StopStrings:
     __slots__ = ("_held", "_last_characters", "_longest", "_prefixes", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self._stops = tuple(stops and [stop for stop in stops if stop])
+        self._held = ""
+        self.stopped = False
+        if not self._stops:
+            return
         self._prefixes = frozenset(stop[:n] for stop in self._stops for n in range(1, len(stop)))
         self._last_characters = frozenset(prefix[-1] for prefix in self._prefixes)
         self._longest = max(map(len, self._prefixes), default=0)
-        self._held = ""
-        self.stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text. Returns what may be shown now, and whether a stop string ended the stream.
