@@ -124,6 +124,7 @@ class DecodeService:
             built.model.layout,
             window_bytes=self._settings.transfer_window_bytes,
             stall_s=self._settings.pull_stall_s,
+            silence_s=self._settings.pull_silence_s,
         )
         self._dialer = Dialer(
             self._secret,
@@ -158,6 +159,7 @@ class DecodeService:
         if self.pulls is not None:
             self.pulls.window_bytes = settings.transfer_window_bytes
             self.pulls.stall_s = settings.pull_stall_s
+            self.pulls.silence_s = settings.pull_silence_s
         self._report()
 
     async def close(self) -> None:

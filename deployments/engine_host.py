@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from engine.runner import EngineRunner
 
 _LEASE_CHECK_S = 1.0
-STEP_LIMIT_S = 60.0
-"""A step that runs this long never ends: the replica is given up and Serve replaces it."""
 
 
 class EngineHost:
     """Owns one engine and its thread. `on_step` and `on_failure` are called on the event loop."""
 
-    def __init__(self, engine: EngineLike, built: BuiltEngine | None) -> None:
+    def __init__(
+        self, engine: EngineLike, built: BuiltEngine | None, *, step_limit_s: float
+    ) -> None:
+        self.step_limit_s = step_limit_s
+        """A step that runs this long never ends: the replica is given up and Serve replaces it."""
+
         self.engine = engine
         self.built = built
         """None for an engine without KV (synthetic)."""
@@ -44,11 +47,11 @@ class EngineHost:
         if args.source == "synthetic":
             from engine.synthetic import SyntheticEngine
 
-            return cls(SyntheticEngine(config, tokenizer), None)
+            return cls(SyntheticEngine(config, tokenizer), None, step_limit_s=settings.step_limit_s)
         from engine.build import build_engine  # torch: only where a model runs
 
         built = build_engine(config, tokenizer)
-        return cls(built.engine, built)
+        return cls(built.engine, built, step_limit_s=settings.step_limit_s)
 
     @property
     def capacity_tokens(self) -> int:
@@ -68,6 +71,7 @@ class EngineHost:
         return blocks.num_held_blocks * blocks.config.block_tokens
 
     def reconfigure(self, settings: PoolSettings) -> None:
+        self.step_limit_s = settings.step_limit_s
         if self.built is not None:
             self.built.engine.reconfigure(settings.scheduler())
 
@@ -77,8 +81,11 @@ class EngineHost:
         runner = self._runner
         if runner is None:
             return None
-        if runner.failure is None and runner.step_s > STEP_LIMIT_S:
-            return EngineError(f"one step has been running for {runner.step_s:.0f} s")
+        if runner.failure is None and runner.step_s > self.step_limit_s:
+            return EngineError(
+                f"one step has been running for {runner.step_s:.0f} s, step_limit_s="
+                f"{self.step_limit_s:g}; raise it in user_config if steps may take as long"
+            )
         return runner.failure
 
     def start(

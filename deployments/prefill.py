@@ -76,6 +76,7 @@ class PrefillService:
         server = self._server
         self._tasks = [
             background(self.host.expire_leases(self.exports.expired), "leases"),
+            background(self.exports.run_signs(), "signs of life"),
             background(self.metrics.run(self._sample, lambda: server.links.values()), "metrics"),
         ]
         return self._server.address

@@ -122,10 +122,19 @@ class PoolSettings(_Strict):
     """Decode: the longest missing part it computes itself when every pull failed."""
 
     pull_stall_s: float = Field(default=10.0, gt=0)
-    """Decode: a transfer without a byte for this long has failed."""
+    """Decode: a transfer whose prompt is computed and that sends no byte for this long has
+    failed."""
+
+    pull_silence_s: float = Field(default=5.0, ge=2.0)
+    """Decode: a transfer whose prompt is not computed yet, and that neither sends a byte nor is
+    said to wait or to be computed for this long, has failed. Prefill says so every second."""
 
     transfer_window_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     """Decode: bytes of one transfer that may be unacknowledged."""
+
+    step_limit_s: float = Field(default=60.0, ge=1.0)
+    """A step of the engine that runs longer never ends: the replica is given up and replaced. Above
+    the longest prompt chunk on the slowest machine."""
 
     max_unacked_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Prefill: the same over all transfers of a replica."""

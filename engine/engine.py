@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.cache.blocks import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
@@ -177,6 +177,11 @@ class Engine:
         with self._lock:
             self.blocks.release(request_id)
         self._work.set()  # somebody may be waiting for these blocks
+
+    def unfinished(self, request_ids: Iterable[RequestId]) -> set[RequestId]:
+        """Those that wait, run or are imported here."""
+        with self._lock:
+            return {request_id for request_id in request_ids if request_id in self._scheduler}
 
     def expire_leases(self) -> list[RequestId]:
         """Free what was leased past its deadline. The ids are those whose holder went silent."""

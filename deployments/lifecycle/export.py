@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 LEASE_S = 30.0
 """Renewed by the decode replica every 5 s; what is not renewed is freed."""
+
+ALIVE_EVERY_S = 1.0
+"""Receivers hear this often of transfers that have nothing to send yet."""
 
 
 @dataclass(slots=True)
@@ -124,6 +128,25 @@ class ExportServer:
                 )
         for computed in step.computed:
             self._computed(computed)
+
+    async def run_signs(self) -> None:
+        """For ever: `tell_alive`, every `ALIVE_EVERY_S`."""
+        while True:
+            await asyncio.sleep(ALIVE_EVERY_S)
+            self.tell_alive()
+
+    def tell_alive(self) -> None:
+        """Tell receivers which of their transfers the engine has: they wait or are computed. Of the
+        others the bytes speak, or nothing does."""
+        if not self._sessions:
+            return
+        unfinished = self._engine.unfinished(self._sessions)
+        alive: dict[Link, list[int]] = {}
+        for request_id, session in self._sessions.items():
+            if request_id in unfinished:
+                alive.setdefault(session.link, []).append(session.transfer)
+        for link, transfers in alive.items():
+            link.send([Kind.ALIVE, transfers])
 
     def expired(self, request_ids: Iterable[str]) -> None:
         """The engine freed these leases: their receivers went silent."""

@@ -32,6 +32,8 @@ class _Job:
     manifest: Manifest | None = None
     first: SampledToken | None = None
     first_at: float = 0.0
+    signs: int = 0
+    """How often the replica let hear of this transfer, other than by bytes."""
 
 
 class PullClient:
@@ -40,13 +42,18 @@ class PullClient:
     Pass `on_message`, `on_payload`, `on_payload_done` and `on_close` to the dialer's handlers.
     """
 
-    def __init__(self, layout: KVLayout, *, window_bytes: int, stall_s: float) -> None:
+    def __init__(
+        self, layout: KVLayout, *, window_bytes: int, stall_s: float, silence_s: float
+    ) -> None:
+        """`silence_s`: a transfer whose prompt is not computed yet, and of which nothing is heard
+        for this long, has failed. `stall_s`: the same for the bytes of one that is computed."""
         self.dialer: Dialer
         self.bytes_received = 0
         self.checksum_mismatches = 0
         self._layout = layout
         self.window_bytes = window_bytes
         self.stall_s = stall_s
+        self.silence_s = silence_s
         self._jobs: dict[tuple[Link, int], _Job] = {}
         self._receiving: dict[Link, tuple[_Job, memoryview]] = {}
         self._ids = itertools.count(1)
@@ -102,26 +109,44 @@ class PullClient:
                 link.send([Kind.DONE, transfer])
 
     async def _wait(self, job: _Job, link: Link, transfer: int) -> Prefilled:
-        seen, quiet_since = 0, time.monotonic()
+        looked = renewed = time.monotonic()
+        seen, quiet_s = (0, 0), 0.0
         while True:
-            finished, _ = await asyncio.wait([job.done], timeout=min(RENEW_EVERY_S, self.stall_s))
+            # A prompt may wait its turn or be computed for as long as the replica says that it is.
+            limit_s = self.silence_s if job.first is None else self.stall_s
+            pause_s = min(RENEW_EVERY_S, limit_s / 4)
+            finished, _ = await asyncio.wait([job.done], timeout=pause_s)
             if finished:
                 return job.done.result()
-            # A prompt may wait its turn for long: only a transfer that has begun can stall.
             now = time.monotonic()
-            if job.manifest is None or job.intake.received_bytes != seen:
-                seen, quiet_since = job.intake.received_bytes, now
-            elif now - quiet_since > self.stall_s and job.first is not None:
+            heard = (job.intake.received_bytes, job.signs)
+            if heard != seen:
+                seen, quiet_s = heard, 0.0
+            else:
+                # While this process itself stood still it could not have heard anything.
+                quiet_s += min(now - looked, 2 * pause_s)
+            looked = now
+            if quiet_s >= limit_s:
+                what = "no sign of life" if job.first is None else "no byte"
                 raise TransferError(
-                    f"no byte for {self.stall_s:g} s with {seen} received", stage="stall"
+                    f"{what} for {limit_s:g} s with {seen[0]} received", stage="stall"
                 )
-            link.send([Kind.RENEW, transfer])
+            if now - renewed >= RENEW_EVERY_S:
+                renewed = now
+                link.send([Kind.RENEW, transfer])
 
     def on_message(self, link: Link, message: list[Any]) -> None:
-        """MANIFEST, FINAL and FAIL of running pulls; others are late and ignored."""
+        """MANIFEST, FINAL, FAIL and ALIVE of running pulls; others are late and ignored."""
+        if message[0] == Kind.ALIVE:
+            for transfer in message[1]:
+                job = self._jobs.get((link, transfer))
+                if job is not None:
+                    job.signs += 1
+            return
         job = self._jobs.get((link, message[1]))
         if job is None:
             return
+        job.signs += 1
         try:
             match message[0]:
                 case Kind.MANIFEST:

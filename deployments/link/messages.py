@@ -8,7 +8,7 @@ gateway → decode   SUBMIT CANCEL CREDIT DRAIN    decode → gateway   STEP REF
 gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE SNAPSHOT
 decode  → queue    REPORT
 decode  → prefill  PREFILL ACK RENEW DONE        prefill → decode   MANIFEST CHUNK FINAL FAIL
-                                                                    SNAPSHOT
+                                                                    ALIVE SNAPSHOT
 gateway ↔ decode   ASK TELL
 both ways          HELLO PROOF BEAT BYE
 ```
@@ -57,6 +57,7 @@ class Kind(IntEnum):
     FAIL = 35
     RENEW = 36
     DONE = 37
+    ALIVE = 38
 
     SNAPSHOT = 40
 
@@ -224,6 +225,7 @@ class Usage:
 # CANCEL [Kind.CANCEL, stream_id]
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
 # DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
+# ALIVE  [Kind.ALIVE, [transfer, ...]]            these wait for their turn here or are computed
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
 # ASK    [Kind.ASK, number, what, arguments]                 for explanations; see `explain.asking`
 # TELL   [Kind.TELL, number, value, clock, received_s, sent_s]

@@ -6,8 +6,6 @@ import asyncio
 
 from pools import Passes, alone, answers, opened, reference, request, settled, until
 
-from deployments import engine_host
-
 
 async def test_streams_of_an_engine_that_raises_go_on_elsewhere(local_cluster):
     cluster = local_cluster("tiny", prefill=False)
@@ -44,9 +42,8 @@ async def test_an_engine_that_raised_gets_no_new_work(local_cluster):
     assert broken.streams.num_streams == 0
 
 
-async def test_streams_of_an_engine_that_hangs_go_on_elsewhere(local_cluster, monkeypatch):
-    monkeypatch.setattr(engine_host, "STEP_LIMIT_S", 1.5)
-    cluster = local_cluster(prefill=False)
+async def test_streams_of_an_engine_that_hangs_go_on_elsewhere(local_cluster):
+    cluster = local_cluster(prefill=False, step_limit_s=1.5)
     hung = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")
     passes = Passes(hung)
@@ -94,9 +91,8 @@ async def test_a_prefill_replica_whose_engine_raised_refuses_at_once(local_clust
     assert broken.exports.num_sessions == 0
 
 
-async def test_a_prefill_replica_whose_engine_hangs_tells_its_receivers(local_cluster, monkeypatch):
-    monkeypatch.setattr(engine_host, "STEP_LIMIT_S", 1.5)
-    cluster = local_cluster(pull_stall_s=0.2)
+async def test_a_prefill_replica_whose_engine_hangs_tells_its_receivers(local_cluster):
+    cluster = local_cluster(pull_stall_s=0.2, step_limit_s=1.5)
     hung = await cluster.add_prefill("p0")
     decode = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from pools import Passes, alone, answers, opened, request, settled, until
 
 from deployments.settings import PoolSettings
+from engine.errors import ConfigError
 
 
 def changed(cluster, **changes) -> PoolSettings:
@@ -79,12 +81,22 @@ async def test_what_is_worth_sending_away_changes_at_once(local_cluster):
     await settled(cluster)
 
 
-async def test_a_decode_replica_stalls_out_by_the_newest_limit(local_cluster):
+async def test_the_newest_limits_of_patience_hold(local_cluster):
     cluster = local_cluster(pull_stall_s=5.0)
     await cluster.add_prefill("p0")
     decode = await cluster.add_decode("d0")
-    decode.apply(changed(cluster, pull_stall_s=0.25, transfer_window_bytes=77))
-    assert (decode.pulls.stall_s, decode.pulls.window_bytes) == (0.25, 77)
+    decode.apply(
+        changed(
+            cluster,
+            pull_stall_s=0.25,
+            pull_silence_s=2.5,
+            step_limit_s=7.0,
+            transfer_window_bytes=77,
+        )
+    )
+    pulls = decode.pulls
+    assert (pulls.stall_s, pulls.silence_s, pulls.window_bytes) == (0.25, 2.5, 77)
+    assert decode.host.step_limit_s == 7.0
 
 
 async def test_prefill_takes_smaller_steps_under_a_running_transfer(local_cluster):
@@ -109,3 +121,13 @@ async def test_prefill_takes_smaller_steps_under_a_running_transfer(local_cluste
     assert prefill.exports.max_unacked_bytes == 1
     assert decode.streams.counters.decisions == {("disaggregated", ""): 2}
     await settled(cluster)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "limit"), [("pull_silence_s", 1.9, 2), ("step_limit_s", 0, 1)]
+)
+def test_limits_of_patience_below_what_can_work_are_refused(setting, value, limit):
+    with pytest.raises(
+        ConfigError, match=rf"{setting}={value}: .*greater than or equal to {limit}"
+    ):
+        PoolSettings.parse({setting: value})

@@ -50,10 +50,17 @@ async def test_a_transfer_that_stalls_with_nobody_else_to_ask_is_computed_here(
     await settled(cluster)
 
 
-async def test_a_prompt_that_waits_its_turn_is_no_stall(local_cluster):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Settings of a decode replica that soon gives up a transfer of which it hears nothing."""
+    monkeypatch.setattr(export, "ALIVE_EVERY_S", 0.05)
+    return {"pull_silence_s": 0.4}
+
+
+async def test_a_prompt_that_waits_its_turn_is_no_stall(local_cluster, impatient):
     cluster = local_cluster(pull_stall_s=0.1)
     busy = await cluster.add_prefill("p0")
-    decode = await cluster.add_decode("d0")
+    decode = await cluster.add_decode("d0", **impatient)
     client = await cluster.add_gateway("g0")
     passes = Passes(busy)
     passes.hold_at = 1
@@ -61,7 +68,7 @@ async def test_a_prompt_that_waits_its_turn_is_no_stall(local_cluster):
     try:
         readers = [await opened(client, one) for one in (first, second)]
         await until(lambda: passes.reached, "the pass that is held up")
-        await asyncio.sleep(1.0)  # ten times what a begun transfer may be silent
+        await asyncio.sleep(1.0)  # more than twice what a transfer may be silent
         assert decode.pulls.num_active == 2
     finally:
         passes.release()
@@ -72,10 +79,10 @@ async def test_a_prompt_that_waits_its_turn_is_no_stall(local_cluster):
     await settled(cluster)
 
 
-async def test_a_prompt_half_computed_is_no_stall(local_cluster):
+async def test_a_prompt_half_computed_is_no_stall(local_cluster, impatient):
     cluster = local_cluster(pull_stall_s=0.1, max_chunk_tokens=16)
     busy = await cluster.add_prefill("p0")
-    decode = await cluster.add_decode("d0")
+    decode = await cluster.add_decode("d0", **impatient)
     client = await cluster.add_gateway("g0")
     passes = Passes(busy)
     passes.hold_at = 4
@@ -91,6 +98,38 @@ async def test_a_prompt_half_computed_is_no_stall(local_cluster):
     await reader.task
     assert reader.answers == [alone("fake", one)]
     assert decode.streams.counters.decisions == {("disaggregated", ""): 1}
+    await settled(cluster)
+
+
+@pytest.mark.parametrize("another", [True, False])
+async def test_a_transfer_that_a_healthy_replica_forgets_is_not_waited_for(
+    local_cluster, impatient, another
+):
+    cluster = local_cluster("tiny", max_chunk_tokens=16)
+    forgets = await cluster.add_prefill("p0")
+    decode = await cluster.add_decode("d0", **impatient)
+    client = await cluster.add_gateway("g0")
+    passes = Passes(forgets)
+    passes.hold_at = 4
+    one = request(1, 100)
+    try:
+        reader = await opened(client, one)
+        sent = 48 * forgets.host.built.model.layout.bytes_per_token
+        await until(lambda: decode.pulls.bytes_received == sent, "three passes' KV")
+        if another:
+            await cluster.add_prefill("p1")
+        (lost,) = forgets.exports._sessions
+        forgets.host.engine.cancel(lost)
+    finally:
+        passes.release()
+    await reader.task
+    assert reader.answers == [alone("tiny", one)]
+    counters = decode.streams.counters
+    assert counters.pull_failures == {"stall": 1}
+    assert counters.fallbacks == {"other_replica" if another else "local": 1}
+    (decision,) = counters.decisions
+    assert decision == (("disaggregated", "") if another else ("fallback", "stall"))
+    assert forgets.host.failure is None
     await settled(cluster)
 
 
