@@ -118,7 +118,11 @@ def _sections(told: Mapping[str, Any]) -> Iterator[str]:
         line = f"queue     waited {_time(queue['waited_s'])}"
         arrival = queue.get("at_arrival")
         if arrival is not None:
-            line += f" behind {arrival['ahead']} of {_mix(arrival['waiting'])}"
+            line += (
+                f", {arrival['ahead']} ahead of it among {_mix(arrival['waiting'])}"
+                if arrival["waiting"]
+                else ", nobody waited"
+            )
             if queue["granted_before"]:
                 line += f"; went first: {_mix(queue['granted_before'])}"
         yield line + (" (the queue was away)" if queue["without_queue"] else "")
@@ -228,7 +232,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _mix(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {tier}" for tier, n in counts.items()) or "nobody"
+    return ", ".join(f"{n} {tier}" for tier, n in counts.items())
 
 
 @click.command()

@@ -1,16 +1,18 @@
 """Structured logs: one line a request, and every line of ours in Serve's own log.
 
 In a replica, records of `deployments` and `engine` go to Serve's logger `ray.serve` and from there
-into the replica's file under `logs/serve/` of Ray's session directory, in the encoding that the
-deployment's `logging_config` asks for. Elsewhere (tests, the command) nothing is changed.
+into the replica's file under `logs/serve/` of Ray's session directory, as JSON unless the
+deployment's `logging_config` says otherwise. Elsewhere (tests, the command) nothing is changed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import time
 from typing import Any
+
+import orjson
 
 from deployments.explain.request import RequestRecord
 
@@ -50,71 +52,97 @@ def request_line(record: RequestRecord, prompt: bytes | None = None) -> dict[str
 
     `prompt` is the request's body, for those who want prompts in their logs.
     """
-    start_s = record.received_s
     line: dict[str, Any] = {
-        "event": "request",
         "request_id": record.request_id,
-        "answer_id": record.answer_id,
         "tenant": tenant_of(record.salt),
         "endpoint": record.endpoint,
-        "model": record.model,
-        "tier": record.tier,
-        "stream": record.stream,
         "outcome": record.outcome,
         "status": record.status,
-        "code": record.code,
-        "prompt_tokens": record.prompt_tokens,
-        "completion_tokens": record.completion_tokens,
-        "cached_tokens": record.cached_tokens,
         "received_at": record.received_unix_s,
         "duration_ms": _ms(record.duration_s),
-        "ttft_ms": _ms(record.first_token_s - start_s) if record.first_token_s else None,
         "phases_ms": {name: _ms(seconds) for name, seconds in record.phases()},
-        "external_ms": _ms(sum(span.duration_s for span in record.spans)) if record.spans else None,
-        "gateway": record.gateway,
-        "replica": record.legs[-1].replica if record.legs else "",
-        "migrations": sum(leg.end == "lost" for leg in record.legs) or None,
-        "notes": [note.kind for note in record.notes] or None,
-        "trace_id": record.trace[0] if record.trace is not None else None,
     }
-    line = {name: value for name, value in line.items() if value is not None and value != ""}
+    if record.model:
+        line["answer_id"] = record.answer_id
+        line["model"] = record.model
+        line["tier"] = record.tier
+        line["stream"] = record.stream
+        line["prompt_tokens"] = record.prompt_tokens
+        line["completion_tokens"] = record.completion_tokens
+        line["cached_tokens"] = record.cached_tokens
+    if record.first_token_s:
+        line["ttft_ms"] = _ms(record.first_token_s - record.received_s)
+    if record.code:
+        line["code"] = record.code
+    if record.gateway:
+        line["gateway"] = record.gateway
+    legs = record.legs
+    if legs:
+        line["replica"] = legs[-1].replica
+        if len(legs) > 1:
+            line["migrations"] = sum(leg.end == "lost" for leg in legs)
+    if record.spans:
+        line["external_ms"] = _ms(sum(span.duration_s for span in record.spans))
+    if record.notes:
+        line["notes"] = [note.kind for note in record.notes]
+    if record.trace is not None:
+        line["trace_id"] = record.trace[0]
     if prompt is not None:
         line["prompt"] = prompt[:MAX_PROMPT_BYTES].decode("utf-8", "replace")
     return line
 
 
+class _Line(str):
+    """A message that is a whole line already."""
+
+    __slots__ = ()
+
+
+class _Whole(logging.Formatter):
+    """Leaves whole lines as they are: Serve's formatters, which work on each line twice and write
+    down worker, node, actor and task, cost several times what the line does."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.msg
+        return message if type(message) is _Line else self._inner.format(record)
+
+
 class RequestLines:
-    """Writes the lines. In JSON-encoded logs the fields are the record's own, under `request`; in
-    text the line's message is the JSON object."""
+    """Writes the lines: JSON objects into Serve's file, whatever encoding that has."""
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(REQUESTS)
 
     def write(self, record: RequestRecord, prompt: bytes | None = None) -> None:
         """Never raises: a line that cannot be written must not cost the answer."""
+        logger = self._logger
         try:
-            if not self._logger.isEnabledFor(logging.INFO):
+            if not logger.isEnabledFor(logging.INFO):
                 return
-            line = request_line(record, prompt)
-            if _encodes_json(self._logger):
-                extra = {"request_id": record.request_id, "request": line}
-                self._logger.info("request", extra=extra)
-            else:
-                self._logger.info(json.dumps(line))
+            _prepare(logger)
+            head = {"timestamp_ns": time.time_ns(), "levelname": "INFO", "message": "request"}
+            line = _Line(orjson.dumps(head | request_line(record, prompt)).decode())
+            made = logging.LogRecord(logger.name, logging.INFO, __file__, 0, line, None, None)
+            made.skip_context_filter = True  # of Serve's filters, which look up the context
+            logger.handle(made)
         except Exception:
             logging.getLogger(__name__).exception("the line of a request could not be written")
 
 
-def _encodes_json(logger: logging.Logger) -> bool:
-    """Whether the handlers that get this logger's records write JSON already."""
+def _prepare(logger: logging.Logger) -> None:
+    """Have the files that this logger's lines reach take whole ones. Serve replaces its handlers
+    when it is configured anew."""
     seen: logging.Logger | None = logger
     while seen is not None:
         for handler in seen.handlers:
-            target = getattr(handler, "target", None) or handler
-            if type(getattr(target, "formatter", None)).__name__ == "JSONFormatter":
-                return True
+            target: logging.Handler | None = getattr(handler, "target", None)
+            if target is not None and type(target.formatter) is not _Whole:
+                target.setFormatter(_Whole(target.formatter or logging.Formatter()))
         seen = seen.parent if seen.propagate else None
-    return False
 
 
 def _ms(seconds: float) -> float:

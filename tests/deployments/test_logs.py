@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import replace
+from logging.handlers import MemoryHandler
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from ray._common.formatters import JSONFormatter
@@ -47,7 +50,7 @@ def lines() -> Any:
         out = io.StringIO()
         handler = logging.StreamHandler(out)
         handler.setFormatter(formatter)
-        logger = logging.getLogger(f"tests.lines.{len(made)}")
+        logger = logging.getLogger(f"tests.lines.{uuid4().hex}")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -61,7 +64,6 @@ def lines() -> Any:
 
 def test_a_line_has_what_became_of_the_request_and_where_its_time_went() -> None:
     assert request_line(record()) == {
-        "event": "request",
         "request_id": "req_1",
         "answer_id": "chatcmpl-1",
         "tenant": "default",
@@ -99,7 +101,8 @@ def test_what_applies_is_added_and_the_tenant_is_a_hash() -> None:
         notes=[Note(1.0, "degraded", {})],
         trace=("ab" * 16, "cd" * 8, None, True),
     )
-    told.legs[0].end = "lost"
+    told.legs.append(told.legs[0])
+    told.legs[0] = replace(told.legs[0], end="lost")
     line = request_line(told)
     assert {name: line[name] for name in ("code", "external_ms", "migrations", "notes")} == {
         "code": "no_replicas",
@@ -124,17 +127,29 @@ def test_no_prompt_without_asking_and_a_bounded_one_with_it() -> None:
     assert len(request_line(record(), b"x" * 100_000)["prompt"]) == MAX_PROMPT_BYTES
 
 
-def test_in_text_the_message_is_the_json_and_in_json_the_fields_are_fields(lines: Any) -> None:
+@pytest.mark.parametrize("formatter", [JSONFormatter(), logging.Formatter("%(message)s!")])
+def test_in_serves_file_a_line_is_one_json_object_whatever_the_encoding(
+    lines: Any, formatter: logging.Formatter
+) -> None:
+    logger, out = lines(formatter)
+    (stream,) = logger.handlers
+    logger.handlers = [MemoryHandler(1, target=stream)]  # as Serve writes its files
+    RequestLines(logger).write(record())
+    line = json.loads(out.getvalue())
+    assert (line["message"], line["levelname"], line["request_id"]) == (
+        *("request", "INFO", "req_1"),
+    )
+    assert line["phases_ms"]["queue"] == 1000.0
+    logger.info("and others go on as they were")
+    assert out.getvalue().count("\n") == 2
+    assert "and others go on as they were" in out.getvalue()
+
+
+def test_elsewhere_the_message_is_the_json_object(lines: Any) -> None:
     logger, out = lines(logging.Formatter("%(levelname)s %(message)s"))
     RequestLines(logger).write(record())
     level, _, message = out.getvalue().partition(" ")
     assert (level, json.loads(message)["request_id"]) == ("INFO", "req_1")
-
-    logger, out = lines(JSONFormatter())
-    RequestLines(logger).write(record())
-    line = json.loads(out.getvalue())
-    assert (line["message"], line["request_id"]) == ("request", "req_1")
-    assert line["request"]["phases_ms"]["queue"] == 1000.0
 
 
 def test_a_line_that_cannot_be_written_costs_no_answer(
