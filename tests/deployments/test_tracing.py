@@ -13,12 +13,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from pools import until
+from told import Gateway
 
 from deployments.gateway.config import GatewayConfig
 from deployments.tracing import Tracer, parent_of, traceparent
 from engine.errors import ConfigError
-from tests.support.pools import until
-from tests.support.told import Gateway
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from pools import Passes, until
+from told import Gateway
 
 from deployments.link.link import Link
-from tests.support.pools import Passes, until
-from tests.support.told import Gateway
 
 LATE_S = 0.8
 """Long beside what a busy machine adds by itself."""
