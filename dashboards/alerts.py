@@ -127,14 +127,15 @@ _QUEUE = (
         hold="1m",
         conditions=(
             Condition(
-                expr="max by (job, model) (tailrace_queue_oldest_age_seconds)\n"
-                "/ on (job) group_left ()\n"
-                'max by (job) (tailrace_slo_target_seconds{slo="queue"})',
+                expr="max by (job, model, tier) (tailrace_queue_oldest_age_seconds)\n"
+                "/ on (job, tier) group_left ()\n"
+                'max by (job, tier) (tailrace_slo_target_seconds{slo="queue"})',
                 op=">",
                 threshold=1,
             ),
         ),
-        summary=f"{_MODEL}: a request has waited {{{{ $value }}}} times the longest queue target",
+        summary=f"{_MODEL}, tier {_TIER}: a request has waited {{{{ $value | humanize }}}} times "
+        "its target for the queue",
         description="Every slot is taken for longer than the target allows. Add decode replicas, "
         "raise max_running_requests if KV memory is left, or shed load by limits.",
         dashboard=QUEUE,

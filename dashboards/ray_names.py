@@ -3,6 +3,9 @@
 Ray prefixes `ray_`, writes `_` for `:` and adds labels of its own (worker, node, session). One
 recording rule a series family gives it the name and the labels of the catalogue, the process as
 `replica`, and the job `tailrace-ray`: from there on nothing needs to know where figures came from.
+
+An agent drops what its process did not repeat within two reporting intervals, which a busy machine
+brings about; a minute's memory keeps such gaps out of rates and alerts.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ JOB = "tailrace-ray"
 """Label `job` of what is read from Ray's agents."""
 
 INTERVAL = "10s"
+MEMORY = "1m"
 
 
 def ray_names() -> Group:
@@ -45,7 +49,7 @@ def _renamed(name: str, labels: tuple[str, ...]) -> Recording:
     # One process, one series: max only drops Ray's own labels, also while two sessions overlap.
     return Recording(
         record=name,
-        expr=f"max by ({', '.join(kept)}) (ray_{name.replace(':', '_')})",
+        expr=f"max by ({', '.join(kept)}) (last_over_time(ray_{name.replace(':', '_')}[{MEMORY}]))",
         labels=(*kept, "job"),
         constant=(("job", JOB),),
     )

@@ -375,8 +375,13 @@ _DECLARED = (
         ("model", "reason"),
         "Choices placed again: their replica was full or lost.",
     ),
+    _counter(
+        "tailrace_migrations_total",
+        ("model", "reason"),
+        "Choices that went on in mid-answer at another replica: theirs died, hung or closed.",
+    ),
     # Admission.
-    _gauge("tailrace_queue_size", _MODEL, "Requests that wait for a slot."),
+    _gauge("tailrace_queue_size", _TIER, "Requests that wait for a slot."),
     _gauge(
         "tailrace_queue_tokens",
         _MODEL,
@@ -385,9 +390,15 @@ _DECLARED = (
     ),
     _gauge(
         "tailrace_queue_oldest_age_seconds",
-        _MODEL,
+        _TIER,
         "How long the request that waits longest has waited; 0 when none does.",
         "seconds",
+    ),
+    _gauge(
+        "tailrace_queue_prefilling_tokens",
+        _MODEL,
+        "Prompt tokens granted or submitted whose first token is not there yet.",
+        "tokens",
     ),
     _gauge("tailrace_queue_slots", _MODEL, "Choices that the decode replicas run at once."),
     _gauge("tailrace_queue_free_slots", _MODEL, "Slots neither taken nor promised."),

@@ -213,7 +213,7 @@ _POOLS = Row(
             title="Who chose the decode replica",
             look="stacked",
             unit="reqps",
-            width=12,
+            width=8,
             description="queue: as it should be. own: the queue was away and the gateway chose by "
             "itself, without order or fairness.",
             queries=(Query(rate("tailrace_route_decisions_total", MODEL, "policy"), "{{policy}}"),),
@@ -222,10 +222,18 @@ _POOLS = Row(
             title="Choices placed again",
             look="stacked",
             unit="reqps",
-            width=12,
-            description="lost: their replica died and they went on elsewhere. full: a slot that "
-            "was promised was gone. Clients saw a pause; many mean replicas keep dying.",
+            width=8,
+            description="lost: their replica died. full: a slot that was promised was gone. Clients "
+            "saw a pause; many mean replicas keep dying, or two queues at work.",
             queries=(Query(rate("tailrace_resubmissions_total", MODEL, "reason"), "{{reason}}"),),
+        ),
+        Panel(
+            title="Answers that moved",
+            look="stacked",
+            unit="reqps",
+            description="Choices that had begun and went on at another replica: theirs died, hung "
+            "or closed. hung: look at the machine and the network, not at the process.",
+            queries=(Query(rate("tailrace_migrations_total", MODEL, "reason"), "{{reason}}"),),
         ),
     ),
 )

@@ -14,6 +14,10 @@ def _level(name: str) -> str:
     return f"max by (model) ({name}{{{MODEL}}})"
 
 
+def _by_tier(name: str) -> str:
+    return f"max by (model, tier) ({name}{{{REQUESTS}}})"
+
+
 _QUEUE = Row(
     "Queue",
     (
@@ -23,18 +27,19 @@ _QUEUE = Row(
             decimals=0,
             description="Requests that wait for a slot. Growing steadily: more is offered than the "
             "decode replicas finish; add replicas or shed load.",
-            queries=(Query(_level("tailrace_queue_size"), "{{model}}"),),
+            queries=(Query(_by_tier("tailrace_queue_size"), "{{model}} {{tier}}"),),
         ),
         Panel(
             title="Longest wait now",
             unit="s",
-            description="Age of the request that waits longest. Above the target: nobody behind it "
-            "will meet theirs; see whether slots or memory are what it waits for.",
+            description="Age of each tier's request that waits longest. Above its target: nobody "
+            "behind it will meet theirs; see whether slots or memory are what it waits for.",
             queries=(
-                Query(_level("tailrace_queue_oldest_age_seconds"), "{{model}}"),
+                Query(_by_tier("tailrace_queue_oldest_age_seconds"), "{{model}} {{tier}}"),
                 Query(
-                    'max(tailrace_slo_target_seconds{job=~"$job", tier=~"$tier", slo="queue"})',
-                    "target",
+                    "max by (tier) "
+                    '(tailrace_slo_target_seconds{job=~"$job", tier=~"$tier", slo="queue"})',
+                    "{{tier}} target",
                     limit=True,
                 ),
             ),
@@ -42,9 +47,12 @@ _QUEUE = Row(
         Panel(
             title="Waiting work",
             unit="short",
-            description="Prompt tokens and output limits of all who wait: how much work the queue "
-            "holds. Divided by the output rate it is the time to drain it.",
-            queries=(Query(_level("tailrace_queue_tokens"), "{{model}}"),),
+            description="Prompt tokens and output limits of all who wait, and prompts under way. "
+            "Prefill flat at its limit while requests wait: add prefill replicas.",
+            queries=(
+                Query(_level("tailrace_queue_tokens"), "{{model}} waiting"),
+                Query(_level("tailrace_queue_prefilling_tokens"), "{{model}} in prefill"),
+            ),
         ),
         Panel(
             title="Slots",

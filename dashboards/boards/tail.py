@@ -209,7 +209,7 @@ _LEVEL = Row(
             unit="none",
             minimum=None,
             description="What each tier promises now, in seconds, and the share of requests it "
-            "promises it for. Change them in the gateway's user_config, `slo`.",
+            "promises it for. Change them in the gateway's user_config, `tiers`.",
             queries=(
                 Query(
                     'max by (tier, slo) (tailrace_slo_target_seconds{job=~"$job", tier=~"$tier"})',

@@ -28,9 +28,11 @@ class QueueFigures:
         self._queue = queue
         self._model = model
         self._own_id = own_id
-        self._size = registry.gauge("tailrace_queue_size", model=model)
         self._tokens = registry.gauge("tailrace_queue_tokens", model=model)
-        self._oldest = registry.gauge("tailrace_queue_oldest_age_seconds", model=model)
+        self._prefilling = registry.gauge("tailrace_queue_prefilling_tokens", model=model)
+        self._tiers: set[str] = set()
+        """With series: those in force, and those that somebody waited in."""
+
         self._slots = registry.gauge("tailrace_queue_slots", model=model)
         self._free = registry.gauge("tailrace_queue_free_slots", model=model)
         self._grants = registry.counter("tailrace_queue_grants_total", model=model)
@@ -41,9 +43,9 @@ class QueueFigures:
     def sample(self, now: float) -> None:
         """Bring all of it up to date. `now` is that of the queue's clock."""
         queue = self._queue
-        self._size.set(queue.num_waiting)
+        self._sample_tiers(now)
         self._tokens.set(queue.waiting_tokens)
-        self._oldest.set(queue.oldest_age_s(now))
+        self._prefilling.set(queue.prefilling_tokens)
         self._slots.set(queue.num_slots)
         self._free.set(sum(queue.free_slots.values()))
         raise_to(self._grants, self.granted)
@@ -55,6 +57,21 @@ class QueueFigures:
                 total,
             )
         self._process.sample()
+
+    def _sample_tiers(self, now: float) -> None:
+        registry, model, queue = self.registry, self._model, self._queue
+        sizes, ages_s = queue.waiting(), queue.oldest_ages_s(now)
+        there = queue.tiers.rules.keys() | sizes.keys()
+        for tier in self._tiers | there:
+            labels = {"model": model, "tier": tier}
+            if tier in there:
+                registry.gauge("tailrace_queue_size", **labels).set(sizes.get(tier, 0))
+                age = registry.gauge("tailrace_queue_oldest_age_seconds", **labels)
+                age.set(ages_s.get(tier, 0.0))
+            else:
+                registry.remove("tailrace_queue_size", **labels)
+                registry.remove("tailrace_queue_oldest_age_seconds", **labels)
+        self._tiers = set(there)
 
     async def run(self, gateways: Callable[[], Iterable[Link]]) -> None:
         """For ever: sample, send a snapshot to every gateway, now and then tell Ray's agent."""

@@ -355,10 +355,6 @@ class AdmissionQueue:
             ages.setdefault(waiter.rule.name, now - waiter.since)
         return ages
 
-    def oldest_age_s(self, now: float) -> float:
-        """How long the longest has waited; 0 when nobody does."""
-        return now - self._longest_waiting().since if self._waiters else 0.0
-
     def next_alarm(self) -> float | None:
         """When `tick` is needed next, or None."""
         heap = self._alarms.heap

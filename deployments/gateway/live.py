@@ -132,12 +132,16 @@ class _Window:
 
     def gauge(self, name: str, *, replica: str | None = None, **labels: str) -> float | None:
         """The sum of what matches; None where nothing does."""
-        found = [
-            value
-            for _, _, value in self.rows(name, replica=replica, **labels)
-            if not isinstance(value, list)
-        ]
+        found = self._numbers(name, replica, labels)
         return sum(found) if found else None
+
+    def highest(self, name: str, *, replica: str | None = None, **labels: str) -> float | None:
+        """The highest of what matches; None where nothing does."""
+        return max(self._numbers(name, replica, labels), default=None)
+
+    def _numbers(self, name: str, replica: str | None, labels: dict[str, str]) -> list[float]:
+        rows = self.rows(name, replica=replica, **labels)
+        return [value for _, _, value in rows if not isinstance(value, list)]
 
     def label(
         self, name: str, label: str, *, replica: str | None = None, **labels: str
@@ -291,7 +295,7 @@ def _queues(window: _Window) -> list[dict[str, Any]]:
             "connected": window.gauge("tailrace_queue_connected", model=model),
             "waiting": window.gauge("tailrace_queue_size", model=model),
             "tokens": window.gauge("tailrace_queue_tokens", model=model),
-            "oldest_age_s": window.gauge("tailrace_queue_oldest_age_seconds", model=model),
+            "oldest_age_s": window.highest("tailrace_queue_oldest_age_seconds", model=model),
             "slots": window.gauge("tailrace_queue_slots", model=model),
             "free_slots": window.gauge("tailrace_queue_free_slots", model=model),
             "granted_per_s": window.rate(_GRANTS, model=model),

@@ -31,7 +31,7 @@ HEALTHY = {
     f'tailrace_request_phase_seconds_sum{{{JM}, tier="default", phase="queue"}}': "0+1x300",
     f'tailrace_request_phase_seconds_sum{{{JM}, tier="default", phase="stream"}}': "0+9x300",
     f'tailrace_request_duration_seconds_sum{{{JM}, tier="default"}}': "0+10x300",
-    f'tailrace_queue_oldest_age_seconds{{{JM}, replica="q"}}': "1x300",
+    f'tailrace_queue_oldest_age_seconds{{{JM}, tier="default", replica="q"}}': "1x300",
     f'tailrace_queue_connected{{{JM}, replica="g"}}': "1x300",
     f'tailrace_kv_leases_expired_total{{{JM}, replica="p"}}': "7x300",
     f'tailrace_kv_leaked_blocks{{{JM}, replica="p"}}': "0x300",
@@ -98,8 +98,8 @@ FIRES = {
         *("30m", _JM),
     ),
     "TailraceQueueOld": Fires(
-        {f'tailrace_queue_oldest_age_seconds{{{JM}, replica="q"}}': "5x300"},
-        *("5m", _JM, "2.5"),
+        {f'tailrace_queue_oldest_age_seconds{{{JM}, tier="default", replica="q"}}': "5x300"},
+        *("5m", {**_JM, "tier": "default"}, "2.5"),
     ),
     "TailraceQueueAway": Fires(
         {f'tailrace_queue_connected{{{JM}, replica="g"}}': "1x5 0x60"}, "10m", _JM

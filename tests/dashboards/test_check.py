@@ -50,8 +50,8 @@ def test_everything_is_well() -> None:
         ("tailrace_no_such", "tailrace_no_such is neither in the catalogue nor recorded"),
         ("tailrace_request_ttft_seconds", "neither in the catalogue"),  # a histogram has parts
         ("tailrace_requests_total_bucket", "neither in the catalogue"),
-        ('tailrace_queue_size{tier="a"}', "tailrace_queue_size has no label 'tier'"),
-        ("sum by (tier) (tailrace_queue_size)", "groups by 'tier', which nothing here has"),
+        ('tailrace_queue_slots{tier="a"}', "tailrace_queue_slots has no label 'tier'"),
+        ("sum by (tier) (tailrace_queue_slots)", "groups by 'tier', which nothing here has"),
         ("ray_tailrace_requests_total", "neither in the catalogue"),
         ('{job="a"}', "without a metric name"),
     ],

@@ -84,7 +84,9 @@ def test_rays_names_are_mapped_for_every_series_of_the_catalogue() -> None:
     parts = {"counter": 1, "gauge": 1, "histogram": 3}
     assert len(rules) == sum(parts[metric.kind] for metric in CATALOGUE.values())
     running = rules["vllm:num_requests_running"]
-    assert running.expr == "max by (model_name, replica) (ray_vllm_num_requests_running)"
+    assert running.expr == (
+        "max by (model_name, replica) (last_over_time(ray_vllm_num_requests_running[1m]))"
+    )
     assert running.constant == (("job", JOB),)
     bucket = rules["tailrace_request_ttft_seconds_bucket"]
     assert "le" in bucket.labels

@@ -239,8 +239,9 @@ def test_queues_are_shown_also_when_they_cannot_be_reached():
     registry, queue = Registry(), Registry()
     registry.gauge("tailrace_queue_connected", model="gone").set(0)
     registry.gauge("tailrace_queue_connected", model="m").set(1)
-    queue.gauge("tailrace_queue_size", model="m").set(4)
-    queue.gauge("tailrace_queue_oldest_age_seconds", model="m").set(1.5)
+    for tier, waiting, age_s in (("default", 3, 1.5), ("batch", 1, 0.5)):
+        queue.gauge("tailrace_queue_size", model="m", tier=tier).set(waiting)
+        queue.gauge("tailrace_queue_oldest_age_seconds", model="m", tier=tier).set(age_s)
     registry.merge("q", queue.snapshot())
     gone, there = view(registry).snapshot(0.0)["queues"]
     assert (gone["model"], gone["connected"], gone["waiting"]) == ("gone", 0, None)

@@ -164,7 +164,7 @@ def cluster(registry: Registry, *gpus: Gpu, model: str = "tiny", replica: str = 
             reader = GpuReader()
             GpuSeries(decode, model, "decode").show(reader.read())
             reader.close()
-    queue.gauge("tailrace_queue_size", model=model).set(2)
+    queue.gauge("tailrace_queue_size", model=model, tier="default").set(2)
     registry.merge(replica, decode.snapshot())
     registry.merge("queue-1", queue.snapshot())
     registry.gauge("tailrace_replicas_up", model=model, role="decode").set(1)

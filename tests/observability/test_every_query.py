@@ -1,0 +1,161 @@
+"""Every query of every panel, variable, rule and alert returns data from a running cluster."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from serving import Cluster
+from watching import GATEWAY_JOB, Watched, watching
+
+from dashboards.alerts import alerts
+from dashboards.boards import boards
+from dashboards.check import label_values
+from dashboards.panels import VARIABLES
+from dashboards.promql import read
+from dashboards.ray_names import JOB as RAY_JOB
+from dashboards.ray_names import families
+from dashboards.service_level import service_level
+from engine.metrics import CATALOGUE
+
+pytestmark = pytest.mark.cluster
+
+JOBS = (GATEWAY_JOB, RAY_JOB)
+
+PATIENCE_S = 30.0
+
+MUST_BE_EMPTY = {
+    "tailrace_gpu_": "no replica here owns a GPU",
+    "absent": "absent() has a value only while the series is gone",
+}
+"""By what an expression reads: why it has no value now."""
+
+
+@pytest.fixture(scope="module")
+def watched(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watching(cluster, tmp_path_factory.mktemp("prometheus")) as watched:
+        yield watched
+
+
+def filled_in(expr: str, job: str) -> str:
+    """As Grafana would send it."""
+    values = {"job": job, "model": ".*", "tier": ".*", "replica": ".*"}
+    values |= {"window": "1m", "replica_hour": "1"}
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
+
+
+def reason(expr: str) -> str | None:
+    """Why an expression must have no value now; None where it must have one."""
+    if expr.startswith("absent("):
+        return MUST_BE_EMPTY["absent"]
+    if any(s.name.startswith("tailrace_gpu_") for s in read(expr).selectors):
+        return MUST_BE_EMPTY["tailrace_gpu_"]
+    return None
+
+
+def wrong(watched: Watched, expressions: list[tuple[str, str]]) -> list[str]:
+    """Those that have no value and should, or have one and should not.
+
+    Ray's agents drop for a moment what a busy process did not repeat in time, so a value may take
+    until its next report.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found, left = [], []
+        for where, expr in expressions:
+            values, why = watched.prometheus.values(expr), reason(expr)
+            if bool(values) == bool(why):
+                found.append(f"{where}: {len(values)} values, {why or 'expected some'}\n  {expr}")
+                left.append((where, expr))
+        if not left or time.monotonic() > deadline:
+            return found
+        expressions = left
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("board", boards(), ids=lambda board: board.uid)
+def test_every_query_of_every_panel_returns_data(watched: Watched, board, job: str) -> None:
+    expressions = [
+        (f"{panel.title}, {query.legend}", filled_in(query.expr, job))
+        for panel in board.panels
+        for query in panel.queries
+    ]
+    assert wrong(watched, expressions) == []
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_recorded_series_is_there(watched: Watched, job: str) -> None:
+    expressions = [
+        (rule.record, f'{rule.record}{{job="{job}"}}') for rule in service_level().recordings
+    ]
+    assert wrong(watched, expressions) == []
+
+
+def test_every_condition_of_every_alert_has_a_value_while_all_is_well(watched: Watched) -> None:
+    expressions = [
+        (alert.name, condition.expr)
+        for group in alerts()
+        for alert in group.alerts
+        for condition in alert.conditions
+    ]
+    assert wrong(watched, expressions) == []
+
+
+def test_every_rule_evaluates_and_none_that_means_a_defect_fires(watched: Watched) -> None:
+    rules = watched.prometheus.rules()
+    assert [(r["name"], r["lastError"]) for r in rules if r["health"] != "ok"] == []
+    active = {r["name"] for r in rules if r["type"] == "alerting" and r["state"] != "inactive"}
+    defects = {"TailraceNoFigures", "TailracePhaseSumOff", "TailraceBlocksLeaked"}
+    defects |= {"TailraceKVCorrupt", "TailraceQueueAway"}
+    assert active & defects == set()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_variable_has_something_to_choose(watched: Watched, job: str) -> None:
+    asked = {name: v.query for name, v in VARIABLES.items() if v.query}
+    offered = {}
+    for name, query in asked.items():
+        selector, label = label_values(query)
+        offered[name] = watched.prometheus.label_values(filled_in(selector, job), label)
+    assert offered["job"] == set(JOBS)
+    assert {"fake", "tiny"} <= offered["model"]
+    assert offered["tier"] == {"default"}
+    pools = [(app, pool) for app in ("fake", "tiny") for pool in ("Prefill", "Decode")]
+    running = {replica for at in pools for replica in watched.cluster.pids(*at)}
+    assert running <= offered["replica"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_metric_of_the_catalogue_is_served_and_no_other(watched: Watched, job: str) -> None:
+    served = watched.prometheus.label_values(f'{{job="{job}"}}', "__name__")
+    ours = {name for name in served if name.startswith(("tailrace_", "vllm:"))}
+    wanted = {
+        name
+        for metric in CATALOGUE.values()
+        if not metric.name.startswith("tailrace_gpu_")
+        for name, _ in families(metric)
+    }
+    assert {"missing": wanted - ours, "undeclared": ours - wanted} == {
+        "missing": set(),
+        "undeclared": set(),
+    }
+
+
+def test_both_ways_of_scraping_tell_the_same_once_the_load_is_over(watched: Watched) -> None:
+    watched.load.stop()
+    grown = 'sum by (model, code) (tailrace_requests_total{{job="{}"}})'
+
+    def told(job: str) -> dict[tuple[str, str], float]:
+        return {
+            (series["metric"]["model"], series["metric"]["code"]): float(series["value"][1])
+            for series in watched.prometheus.query(grown.format(job))
+        }
+
+    here = told(GATEWAY_JOB)
+    for (model, code), count in here.items():
+        expr = f'sum(tailrace_requests_total{{job="{RAY_JOB}", model="{model}", code="{code}"}})'
+        watched.prometheus.wait_for(f"{expr} == {count:g}", within_s=30)
+    assert told(RAY_JOB) == here
