@@ -170,9 +170,7 @@ class Explainer:
             kept = self._ring.find(lambda kept: _is(kept.record, request_id, salt))
         if kept is None:
             return None
-        if kept.waterfall is None:
-            kept.waterfall = await self.waterfall(kept.record)
-        return kept.waterfall.to_json()
+        return (await self._whole(kept)).to_json()
 
     async def find(self, request_id: str, salt: str | None = None) -> dict[str, Any]:
         """As `explain`, of any gateway. Raises RequestError (404)."""
@@ -213,12 +211,19 @@ class Explainer:
         rows.sort(key=lambda row: -row[key])
         return {"object": "list", "gateways": 1 + len(others), "data": rows[: listing.limit]}
 
+    async def _whole(self, kept: Kept) -> Waterfall:
+        """Put together once, unless a replica's part is missing: it may tell it later."""
+        waterfall = kept.waterfall or await self.waterfall(kept.record)
+        if not waterfall.unaccounted_s:
+            kept.waterfall = waterfall
+        return waterfall
+
     async def _settle(self, kept: Kept, traced: bool) -> None:
         """Have what a replica knows before it forgets."""
         try:
-            kept.waterfall = await self.waterfall(kept.record)
+            waterfall = await self._whole(kept)
             if traced and self.on_traced is not None:
-                self.on_traced(kept.waterfall)
+                self.on_traced(waterfall)
         except Exception:
             logger.exception(
                 "request %s could not be explained",

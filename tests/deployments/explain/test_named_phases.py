@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from pools import Passes, until
+from pools import Passes, lose, until
 from told import Gateway
 
 from deployments.link.link import Link
@@ -163,6 +163,42 @@ async def test_a_client_that_reads_slowly_is_the_streams(local_cluster, stream):
     told = await own.explain("late")
     named(told, "stream")
     assert told["backpressure"]["blocked_s"] >= LATE_S / 2
+
+
+async def test_a_move_to_another_replica_is_told_with_what_it_cost(local_cluster):
+    cluster = local_cluster()
+    await cluster.add_prefill("p1")
+    await cluster.add_decode("d1")
+    own = Gateway(await cluster.add_gateway("g1"))
+    await until(lambda: bool(own.backend.client._known), "a link to decode")
+    slower(cluster.decodes["d1"], 0.02)
+    asked = asyncio.create_task(
+        own.complete(tokens=91, max_tokens=60, headers={"x-request-id": "moved"})
+    )
+    await until(lambda: cluster.decodes["d1"].streams.counters.tokens_out > 9, "tokens")
+    await cluster.add_decode("d2")
+    await lose(cluster, "d1")
+    assert (await asked).json()["usage"]["completion_tokens"] == 60
+    told = await own.explain("moved")
+    (move,) = told["migrations"]
+    assert (move["replica"], move["to"]) == ("d1", "d2")
+    assert told["accounted"] >= 0.99
+    assert [part["end"] for part in told["submits"]] == ["lost", "finished"]
+    assert {"d1", "d2"} <= {segment["where"] for segment in told["segments"]}
+
+
+async def test_a_journal_that_comes_later_is_asked_for_again(local_cluster):
+    own = await gateway(local_cluster())
+    await own.complete(tokens=92, headers={"x-request-id": "late"})
+    explainer = own.state.explainer
+    explainer._ring.get("late").waterfall = None
+    source = explainer.source
+    explainer.source = None
+    first = await own.explain("late")
+    assert first["unaccounted_s"] > 0
+    assert first["submits"][0]["journal"] is False
+    explainer.source = source
+    assert (await own.explain("late"))["accounted"] == 1.0
 
 
 async def test_the_answer_carries_its_explanation_where_asked(local_cluster):
