@@ -19,6 +19,7 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import Edge, FrontDoor, Posts, call_of, read_body
 from deployments.gateway.errors import Failure, describe, refusal, retry_after
 from deployments.gateway.explain_routes import add_explain
+from deployments.gateway.identity.keyring import Identity
 from deployments.gateway.openai import model_body
 from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
@@ -28,6 +29,7 @@ from deployments.gateway.prepare import (
     prepare_completion,
     tokenise,
     tokenise_chat,
+    visible_models,
 )
 from deployments.gateway.schemas import (
     ChatRequest,
@@ -78,12 +80,14 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 _BEHIND_THE_DOOR = AssertionError("`FrontDoor` answers this before any router")
 
 
-async def _chat(backend: Backend, config: GatewayConfig, body: bytes) -> Plan:
-    return await prepare_chat(backend, config, parse(ChatRequest, body))
+async def _chat(backend: Backend, config: GatewayConfig, identity: Identity, body: bytes) -> Plan:
+    return await prepare_chat(backend, config, identity, parse(ChatRequest, body))
 
 
-async def _completion(backend: Backend, config: GatewayConfig, body: bytes) -> Plan:
-    return await prepare_completion(backend, config, parse(CompletionRequest, body))
+async def _completion(
+    backend: Backend, config: GatewayConfig, identity: Identity, body: bytes
+) -> Plan:
+    return await prepare_completion(backend, config, identity, parse(CompletionRequest, body))
 
 
 def generations(get_state: Callable[[], GatewayState]) -> Posts:
@@ -127,20 +131,23 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
         raise _BEHIND_THE_DOOR
 
     @app.get("/v1/models", responses=_ERRORS)
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        data = [model_body(info) for info in get_state().backend.models()]
-        return _json({"object": "list", "data": data})
+    async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        state = get_state()
+        visible = visible_models(state.backend, identity_of(request, state))
+        return _json({"object": "list", "data": [model_body(info) for info in visible]})
 
     @app.get("/v1/models/{model_id:path}", responses=_ERRORS)
-    async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def model(request: Request, model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
-        return _json(model_body(await find_model(state.backend, state.config, model_id)))
+        identity = identity_of(request, state)
+        return _json(model_body(await find_model(state.backend, state.config, identity, model_id)))
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
+        identity = identity_of(request, state)
         body = parse(TokenizeRequest, await _read(request, state))
-        info = await find_model(state.backend, state.config, body.model)
+        info = await find_model(state.backend, state.config, identity, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", param="prompt")
         if body.messages is not None:
@@ -169,8 +176,9 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
+        identity = identity_of(request, state)
         body = parse(DetokenizeRequest, await _read(request, state))
-        info = await find_model(state.backend, state.config, body.model)
+        info = await find_model(state.backend, state.config, identity, body.model)
         text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
 
@@ -189,9 +197,18 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
         return Response(get_state().metrics.render(), media_type=CONTENT_TYPE)
 
     add_explain(app, get_state, _ERRORS)
-    add_page(app, get_state, _ERRORS)
+
+    async def may_look(request: Request) -> None:
+        identity_of(request, get_state())
+
+    add_page(app, get_state, _ERRORS, may_look)
     app.openapi = lambda: _openapi(app)
     return app
+
+
+def identity_of(request: Request, state: GatewayState) -> Identity:
+    """Who asks. Raises RequestError (401)."""
+    return state.identify(call_of(request.scope).headers)
 
 
 async def _read(request: Request, state: GatewayState) -> bytes:

@@ -59,6 +59,26 @@ class Stream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a request stands among others."""
+
+    tier: str = "default"
+    tenant: str = "default"
+    weight: float = 1.0
+    """Of the tenant beside others of the tier."""
+
+    due_s: float | None = None
+    """When its first token is due, in monotonic seconds of this process."""
+
+    patient_until_s: float | None = None
+    """When the client gives up unless a first token came. None: it told only its whole patience."""
+
+
+ANYWHERE = Place()
+"""Of a request that nobody placed."""
+
+
 class Backend(Protocol):
     """Everything behind the API."""
 
@@ -81,12 +101,13 @@ class Backend(Protocol):
         n: int,
         remaining_s: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> Stream:
         """Admit and submit `n` choices over one prompt.
 
         `remaining_s` is what is left of the client's patience for the whole answer; the backend may
         refuse (Overloaded) what cannot make it. When this is cancelled nothing stays behind.
-        Where it was placed, and when, is noted in `journal`.
+        Where it was placed, and when, is noted in `journal`; `place` orders it among others.
 
         Raises RequestError, Overloaded, TransferError.
         """

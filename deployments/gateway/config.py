@@ -7,11 +7,14 @@ with. A configuration that cannot work is refused whole, and the gateway goes on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deployments.admission.queue import QueueLimits
+from deployments.admission.tiers import TierTable
+from deployments.gateway.identity.config import Directory, Key, Name, Tenant
+from deployments.gateway.tiers import Tier, check_tiers, standard_tiers
 from engine.errors import ConfigError
 
 
@@ -54,39 +57,33 @@ class Limits(_Strict):
     """From the first byte of the request to the last of the answer."""
 
 
-TIERS = ("default",)
-"""Service tiers that requests can have."""
+class Admission(_Strict):
+    """The admission queues of all models (`deployments.admission.queue.QueueLimits`)."""
 
+    max_waiting: int = Field(default=1024, ge=0)
+    """Requests that may wait for one model; one more is refused."""
 
-class Targets(_Strict):
-    """What a tier promises. A target of null is not judged."""
+    no_replica_wait_s: float = Field(default=10.0, gt=0)
+    """Longest wait while no decode replica takes work."""
 
-    queue_s: float | None = Field(default=1.0, gt=0)
-    """Longest wait for admission."""
+    reserve_output_tokens: int = Field(default=256, ge=1)
+    """KV set aside for each choice's output, if it asks for so much."""
 
-    ttft_s: float | None = Field(default=2.0, gt=0)
-    """Arrival to the first token written, the queue included."""
+    max_prefilling_tokens: int = Field(default=65_536, ge=1)
+    """Prompt tokens under way for each prefill replica; more wait in the queue."""
 
-    itl_s: float | None = Field(default=0.2, gt=0)
-    """A request's mean gap between tokens."""
+    refuse_hopeless: bool = True
+    """Refuse at once who would wait longer than it may or cares to."""
 
-    e2e_s: float | None = Field(default=60.0, gt=0)
-    """Arrival to the last byte."""
-
-    objective: float = Field(default=0.99, gt=0, lt=1)
-    """Share of requests that must meet each target; the rest is the error budget."""
-
-    @model_validator(mode="after")
-    def _one_after_the_other(self) -> Targets:
-        order = [("queue_s", self.queue_s), ("ttft_s", self.ttft_s), ("e2e_s", self.e2e_s)]
-        limits = [(name, value) for name, value in order if value is not None]
-        for (name, value), (later, most) in pairwise(limits):
-            if value > most:
-                raise ValueError(
-                    f"{name}={value:g} is above {later}={most:g}, which includes it: a request "
-                    f"would miss {later} first; lower {name} or raise {later}"
-                )
-        return self
+    def queue_limits(self, max_wait_s: float) -> QueueLimits:
+        return QueueLimits(
+            max_waiting=self.max_waiting,
+            max_wait_s=max_wait_s,
+            no_replica_wait_s=self.no_replica_wait_s,
+            reserve_output_tokens=self.reserve_output_tokens,
+            max_prefilling_tokens=self.max_prefilling_tokens,
+            refuse_hopeless=self.refuse_hopeless,
+        )
 
 
 class Explaining(_Strict):
@@ -149,8 +146,19 @@ class GatewayConfig(_Strict):
 
     models: tuple[ModelRoute, ...] = ()
     limits: Limits = Limits()
-    slo: dict[str, Targets] = Field(default_factory=lambda: {tier: Targets() for tier in TIERS})
-    """By service tier: metrics and dashboards judge by them, nothing is refused for them."""
+    tiers: dict[Name, Tier] = Field(default_factory=standard_tiers)
+    """By name. Metrics and dashboards judge by their targets, queues and engines order by them."""
+
+    admission: Admission = Admission()
+    keys: tuple[Key, ...] = ()
+    """API keys by their hashes. None here and in `keys_file`: everybody is tenant `default`."""
+
+    tenants: dict[Name, Tenant] = Field(default_factory=dict[str, Tenant])
+    keys_file: str | None = Field(default=None, min_length=1)
+    """A YAML or JSON file with `keys` and `tenants`, read again when it changes."""
+
+    limits_store: str | None = Field(default=None, pattern=r"^(redis|rediss|unix)://")
+    """A Redis that all gateways share. None: each gateway counts for itself."""
 
     include_usage: bool = False
     """Send the usage chunk of a stream to clients that did not say whether they want it."""
@@ -165,10 +173,16 @@ class GatewayConfig(_Strict):
     """None: off."""
 
     @model_validator(mode="after")
-    def _tiers_exist(self) -> GatewayConfig:
-        for tier in self.slo:
-            if tier not in TIERS:
-                raise ValueError(f"slo: there is no tier {tier!r}; tiers are: {', '.join(TIERS)}")
+    def _tiers_and_keys_fit(self) -> GatewayConfig:
+        check_tiers(self.tiers)
+        owners = [(f"key {key.id!r}", key.tiers) for key in self.directory.keys]
+        owners += [(f"tenant {name!r}", tenant.tiers) for name, tenant in self.tenants.items()]
+        for owner, tiers in owners:
+            for tier in tiers or ():
+                if tier not in self.tiers:
+                    raise ValueError(
+                        f"{owner}: there is no tier {tier!r}; tiers are: {', '.join(self.tiers)}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -200,6 +214,17 @@ class GatewayConfig(_Strict):
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
+    @property
+    def directory(self) -> Directory:
+        """Keys and tenants that are written here."""
+        return Directory(keys=self.keys, tenants=self.tenants)
+
+    def policy(self) -> tuple[TierTable, QueueLimits]:
+        """What the admission queues go by."""
+        rules = [tier.rule(name) for name, tier in self.tiers.items()]
+        longest_s = max(rule.max_wait_s for rule in rules)
+        return TierTable(rules, self.revision), self.admission.queue_limits(longest_s)
+
     def canonical(self, model: str) -> str:
         """The model's own name if `model` is an alias, else `model` unchanged."""
         for route in self.models:
@@ -222,8 +247,9 @@ def _explain(error: ValidationError) -> str:
         elif detail["type"] == "missing":
             lines.append(f"user_config.{field}: missing; add it")
         else:
-            value = repr(detail["input"])[:80]
-            lines.append(f"user_config.{field}={value}: {_lower(detail['msg'])}; correct it")
+            # Not what stands among the keys: it may be a key where its hash belongs.
+            value = "" if detail["loc"][0] == "keys" else f"={detail['input']!r}"[:80]
+            lines.append(f"user_config.{field}{value}: {_lower(detail['msg'])}; correct it")
     return "\n".join(lines)
 
 
@@ -238,7 +264,10 @@ def _siblings(loc: tuple[int | str, ...]) -> list[str]:
         sections: dict[str, type[BaseModel]] = {
             "limits": Limits,
             "models": ModelRoute,
-            "slo": Targets,
+            "tiers": Tier,
+            "admission": Admission,
+            "keys": Key,
+            "tenants": Tenant,
             "explain": Explaining,
             "tracing": Tracing,
             "logs": Logging,

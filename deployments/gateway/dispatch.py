@@ -23,12 +23,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from deployments.admission.client import QueueAway, QueueClient
+from deployments.admission.queue import QueueLimits
+from deployments.admission.tiers import TierTable
 from deployments.background import background
 from deployments.explain.asking import Answerer, Asker, Handler
 from deployments.explain.clocks import Offset, clock_name, offset
 from deployments.explain.decode import DecodeFacts
 from deployments.explain.queueing import QueueFacts, top
 from deployments.explain.request import Leg, PromptJournal
+from deployments.gateway.backend import ANYWHERE, Place
 from deployments.holds import HoldKeeper
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown, LinkHandlers
@@ -69,6 +72,12 @@ RELAY_S = 2.0
 LOOK_AGAIN_S = 2.0
 """A link that ended while its replica lives is dialled again after at most this long."""
 
+_LOST: Mapping[CloseCode, str] = {
+    CloseCode.CONNECTION_LOST: "died",
+    CloseCode.LEASE_EXPIRED: "hung",
+    CloseCode.PEER_STALLED: "hung",
+}
+
 
 @dataclass(slots=True)
 class Placements:
@@ -80,6 +89,9 @@ class Placements:
 
     again: dict[str, int] = field(default_factory=lambda: {"full": 0, "lost": 0})
     """Choices placed again, by what became of the placement before."""
+
+    migrated: dict[str, int] = field(default_factory=lambda: {"closed": 0, "died": 0, "hung": 0})
+    """Choices whose answer had begun and goes on elsewhere, by how their replica's link ended."""
 
 
 class ReplicaDirectory(Protocol):
@@ -126,8 +138,10 @@ class ClusterStream:
         n: int,
         deadline: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> None:
         self._journal = journal
+        self._place = place
         self.admitted_s: float | None = None
         self.replica: str | None = None
         self.migrations = 0
@@ -223,6 +237,9 @@ class ClusterStream:
             live=set(choices),
         )
         remaining = self.remaining_s
+        if self._place.due_s is not None and not resumed:
+            left_ms = round(1000 * (self._place.due_s - time.monotonic()))
+            request = replace(request, first_token_ms=left_ms)
         submit = Submit(
             stream_id=leg.stream_id,
             request=request,
@@ -250,13 +267,23 @@ class ClusterStream:
         give_up = time.monotonic() + TAKE_OVER_S
         while True:
             try:
-                return await self._client.admit(request, n, self.remaining_s, resumed=resumed)
+                return await self._client.admit(
+                    request, n, self._patience_s(resumed), place=self._place, resumed=resumed
+                )
             except Overloaded as error:
                 remaining = self.remaining_s
                 late = time.monotonic() >= give_up or (remaining is not None and remaining <= 0)
                 if late or not resumed or error.code != "no_replicas":
                     raise
             await asyncio.sleep(NO_REPLICA_PAUSE_S)
+
+    def _patience_s(self, resumed: bool) -> float | None:
+        """What is left until the client gives up waiting for a grant."""
+        remaining, until = self.remaining_s, self._place.patient_until_s
+        if resumed or until is None:
+            return remaining
+        first = until - time.monotonic()
+        return first if remaining is None else min(remaining, first)
 
     def on_event(self, leg: _Leg, event: StreamEvent) -> None:
         """A frame's entry for this stream, on the event loop."""
@@ -304,6 +331,8 @@ class ClusterStream:
             error = Overloaded(f"replica {leg.replica} was lost ({reason}): try again")
             if len(self._lost) <= MAX_LOST_REPLICAS:
                 self._again.append((leg, error))
+                begun = sum(bool(self._emitted[choice]) for choice in leg.live)
+                self._client.placements.migrated[_LOST.get(reason.code, "closed")] += begun
             else:
                 self._failure = Overloaded(
                     f"{len(self._lost)} replicas were lost while they worked on this "
@@ -452,10 +481,11 @@ class ModelClient:
         n: int,
         remaining_s: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> ClusterStream:
         """Every placement is noted in `journal`."""
         deadline = None if remaining_s is None else time.monotonic() + remaining_s
-        stream = ClusterStream(self, request, n, deadline, journal)
+        stream = ClusterStream(self, request, n, deadline, journal, place)
         self._streams.add(stream)
         try:
             await stream.place(tuple(range(n)))
@@ -464,8 +494,18 @@ class ModelClient:
             raise
         return stream
 
+    def set_policy(self, tiers: TierTable, limits: QueueLimits) -> None:
+        """What the model's queue is to go by."""
+        self._queue.set_policy(tiers, limits)
+
     async def admit(
-        self, request: Request, n: int, remaining_s: float | None, *, resumed: bool = False
+        self,
+        request: Request,
+        n: int,
+        remaining_s: float | None,
+        *,
+        place: Place = ANYWHERE,
+        resumed: bool = False,
     ) -> tuple[str, Grant | None]:
         """A replica to submit to, with the queue's grant or, while it is away, without.
 
@@ -479,6 +519,9 @@ class ModelClient:
                 prompt_tokens=prompt,
                 n=n,
                 priority=request.priority,
+                tier=place.tier,
+                tenant=place.tenant,
+                weight=place.weight,
                 resumed=resumed,
                 remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
             )

@@ -7,7 +7,8 @@ Statuses follow what OpenAI's clients do with them: they retry 408, 409, 429 and
 | raised                             | status  | a client's retry                               |
 |------------------------------------|---------|------------------------------------------------|
 | RequestError                       | its own | none                                           |
-| Overloaded, our queue or a quota   | 429     | after `retry-after`                            |
+| Overloaded, our queue              | 429     | after `retry-after`                            |
+| LimitExceeded                      | 429     | after `retry-after`; none if it never fits     |
 | Overloaded, nobody to serve it     | 503     | after `retry-after`                            |
 | TransferError                      | 503     | after `retry-after`                            |
 | TimedOut before the first token    | 504     | yes: another moment may be quicker             |
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from deployments.gateway.limits.quotas import LimitExceeded
 from engine.errors import ConfigError, EngineError, Overloaded, RequestError, TransferError
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,10 @@ def describe(error: BaseException, request_id: str) -> Failure:
     """What the client is told. What nobody meant to raise is logged here, with the request's id."""
     if isinstance(error, RequestError):
         return refusal(error.status, str(error), error.code, param=error.param)
+    if isinstance(error, LimitExceeded):
+        again = retry_after(error.retry_after_s)
+        headers = ((b"x-should-retry", b"false"),) if error.hopeless else again
+        return refusal(429, str(error), error.code, headers=(*headers, *error.headers))
     if isinstance(error, Overloaded):
         status = _OVERLOADED.get(error.code, 503)
         return refusal(status, str(error), error.code, headers=retry_after(error.retry_after_s))

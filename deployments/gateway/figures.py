@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deployments.gateway.config import TIERS, GatewayConfig
+from deployments.gateway.config import GatewayConfig
 from deployments.gateway.dispatch import Placements, ReplicaDirectory
 from deployments.metrics import Registry
 from deployments.process_figures import ProcessFigures
@@ -47,6 +47,7 @@ class ClusterFigures:
         """`(model, role)` with series."""
 
         self._models: set[str] = set()
+        self._tiers: set[str] = set()
         self._revision = registry.gauge("tailrace_config_revision")
         self._process = ProcessFigures(registry, "gateway")
 
@@ -78,8 +79,8 @@ class ClusterFigures:
 
     def _sample_targets(self, config: GatewayConfig) -> None:
         registry = self._registry
-        for tier in TIERS:
-            targets = config.slo.get(tier)
+        for tier in config.tiers.keys() | self._tiers:
+            targets = config.tiers.get(tier)
             for kind in SLO_KINDS:
                 seconds = targets and getattr(targets, f"{kind}_s")
                 if seconds is None:
@@ -90,6 +91,7 @@ class ClusterFigures:
                 registry.remove("tailrace_slo_objective_ratio", tier=tier)
             else:
                 registry.gauge("tailrace_slo_objective_ratio", tier=tier).set(targets.objective)
+        self._tiers = set(config.tiers)
 
     def _sample_client(self, model: str, client: Client) -> None:
         registry, placements = self._registry, client.placements
@@ -103,6 +105,10 @@ class ClusterFigures:
             raise_to(
                 registry.counter("tailrace_resubmissions_total", model=model, reason=reason), total
             )
+        for reason, total in placements.migrated.items():
+            raise_to(
+                registry.counter("tailrace_migrations_total", model=model, reason=reason), total
+            )
 
     def _forget_client(self, model: str) -> None:
         registry = self._registry
@@ -111,6 +117,8 @@ class ClusterFigures:
             registry.remove("tailrace_route_decisions_total", model=model, policy=policy)
         for reason in ("full", "lost"):
             registry.remove("tailrace_resubmissions_total", model=model, reason=reason)
+        for reason in Placements().migrated:
+            registry.remove("tailrace_migrations_total", model=model, reason=reason)
 
     def _sample_replicas(
         self, names: Mapping[str, str], running: Mapping[str, set[str]], now: float

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from deployments.gateway.config import Targets
-from deployments.gateway.prepare import TIER
 from deployments.gateway.slo import Ending, Timing, verdicts
+from deployments.gateway.tiers import DEFAULT_TIER, Targets
 from deployments.link.messages import StreamEvent, Usage
 from deployments.metrics import Counter, Gauge, Histogram, Registry
 from engine.metrics import SLO_KINDS
@@ -160,7 +159,7 @@ class RequestMeter:
         self._registry = registry
         self._series: dict[tuple[str, str], Series] = {}
 
-    def of(self, model: str, tier: str = TIER) -> Series:
+    def of(self, model: str, tier: str = DEFAULT_TIER) -> Series:
         found = self._series.get((model, tier))
         if found is None:
             found = self._series[model, tier] = Series(self._registry, model, tier)

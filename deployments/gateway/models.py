@@ -12,7 +12,7 @@ from deployments.background import background
 from deployments.explain.clocks import Offset
 from deployments.explain.decode import DecodeFacts
 from deployments.explain.request import Leg, PromptJournal
-from deployments.gateway.backend import ModelInfo, Stream
+from deployments.gateway.backend import ANYWHERE, ModelInfo, Place, Stream
 from deployments.gateway.config import GatewayConfig, ModelRoute
 from deployments.gateway.dispatch import ModelClient
 from engine.errors import EngineError, Overloaded, RequestError
@@ -64,6 +64,7 @@ class ClusterModels:
                 served.loading = background(self._follow(served), f"following {app}")
             self._served[app] = served
             served.route = route
+            served.client.set_policy(*config.policy())
         self._names = {
             alias: app for app, route in wanted.items() for alias in (route.name, *route.aliases)
         }
@@ -129,10 +130,13 @@ class ClusterModels:
         n: int,
         remaining_s: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> Stream:
         """See `Backend`."""
         client = self._find(model).client
-        return await client.open(request, n=n, remaining_s=remaining_s, journal=journal)
+        return await client.open(
+            request, n=n, remaining_s=remaining_s, journal=journal, place=place
+        )
 
     async def journal(self, model: str, leg: Leg) -> tuple[DecodeFacts, Offset | None] | None:
         """See `explain.JournalSource`."""

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from deployments.gateway.backend import ModelInfo
-from deployments.gateway.prepare import TIER, Plan
+from deployments.gateway.prepare import Plan
 from deployments.link.messages import StreamEvent, TokenLogprob, Usage
 from engine.errors import EngineError
 from engine.request import FinishReason
@@ -36,7 +36,7 @@ def answer_head(plan: Plan, kind: str) -> dict[str, Any]:
         "created": plan.created,
         "model": info.name,
         "system_fingerprint": fingerprint(info.name, info.root, info.max_context_tokens),
-        "service_tier": TIER,
+        "service_tier": plan.tier,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from deployments.gateway.backend import Backend, ModelInfo
 from deployments.gateway.config import GatewayConfig, Limits
+from deployments.gateway.identity.keyring import Identity
 from deployments.gateway.ids import draw_name, draw_seed
 from deployments.gateway.schemas import (
     ChatRequest,
@@ -21,6 +22,7 @@ from deployments.gateway.schemas import (
     Tool,
 )
 from deployments.gateway.spans import Extension
+from deployments.gateway.tiers import served_tier
 from engine.errors import RequestError
 from engine.request import Request, SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -28,9 +30,6 @@ from engine.text.tokenizer import Tokenizer
 INLINE_CHARS = 4096
 """Longest text that is tokenised on the event loop (about a millisecond). Longer ones go to a
 thread, where the tokenizers library works without the interpreter lock."""
-
-TIER = "default"
-"""The tier that everything is served at, whatever was asked; answers carry the tier really used."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -62,6 +61,10 @@ class Plan:
     chat: bool
     stream: bool
     usage: UsageMode
+    tier: str
+    """That it is served at."""
+
+    identity: Identity
     echo: tuple[str, ...] | None = None
     """Texts of the prompts, where the answer is to repeat them."""
 
@@ -80,12 +83,20 @@ class Plan:
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests)
 
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and all the output it may get."""
+        outputs = sum(request.params.max_tokens for request in self.requests)
+        return self.prompt_tokens + self.n * outputs
 
-async def prepare_chat(backend: Backend, config: GatewayConfig, body: ChatRequest) -> Plan:
+
+async def prepare_chat(
+    backend: Backend, config: GatewayConfig, identity: Identity, body: ChatRequest
+) -> Plan:
     """Raises RequestError."""
-    limits = config.limits
+    limits = _limits_of(config, identity)
     _check_chat(body, limits)
-    info = await backend.model(config.canonical(body.model))
+    info = await _model_of(backend, config, identity, body.model)
     tools = None if body.tool_choice == "none" else body.tools
     prompt_ids = await tokenise_chat(
         info, body.messages, tools, body.add_generation_prompt is not False
@@ -94,6 +105,8 @@ async def prepare_chat(backend: Backend, config: GatewayConfig, body: ChatReques
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     return _plan(
         config,
+        limits,
+        identity,
         info,
         body,
         [prompt_ids],
@@ -106,13 +119,13 @@ async def prepare_chat(backend: Backend, config: GatewayConfig, body: ChatReques
 
 
 async def prepare_completion(
-    backend: Backend, config: GatewayConfig, body: CompletionRequest
+    backend: Backend, config: GatewayConfig, identity: Identity, body: CompletionRequest
 ) -> Plan:
     """Raises RequestError."""
-    limits = config.limits
+    limits = _limits_of(config, identity)
     prompts: list[str] | list[list[int]] = body.prompt
     _check_completion(body, limits, len(prompts))
-    info = await backend.model(config.canonical(body.model))
+    info = await _model_of(backend, config, identity, body.model)
     prompt_ids = [
         prompt if isinstance(prompt, list) else await tokenise(info, prompt, param="prompt")
         for prompt in prompts
@@ -123,6 +136,8 @@ async def prepare_completion(
         echo = tuple(p if isinstance(p, str) else decode(p) for p in prompts)
     return _plan(
         config,
+        limits,
+        identity,
         info,
         body,
         prompt_ids,
@@ -217,6 +232,8 @@ def _check_shared(body: SamplingBody, limits: Limits) -> None:
 
 def _plan(
     config: GatewayConfig,
+    limits: Limits,
+    identity: Identity,
     info: ModelInfo,
     body: SamplingBody,
     prompts: Sequence[list[int]],
@@ -228,7 +245,9 @@ def _plan(
     prompt_field: str,
     echo: tuple[str, ...] | None = None,
 ) -> Plan:
-    limits, vocab_size = config.limits, info.text.tokenizer.vocab_size
+    name = served_tier(body.service_tier, config.tiers, identity.tiers)
+    tier = config.tiers[name]
+    vocab_size = info.text.tokenizer.vocab_size
     for prompt in prompts:
         _check_ids(prompt_field, prompt, vocab_size)
     _check_ids("logit_bias", body.logit_bias or (), vocab_size)
@@ -263,7 +282,17 @@ def _plan(
             seed = draw_seed() if body.seed is None else params.seed
             own = replace(params, max_tokens=budget, seed=seed)
         request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{i}"
-        requests.append(Request(request_id=request_id, prompt_ids=tuple(prompt), params=own))
+        requests.append(
+            Request(
+                request_id=request_id,
+                prompt_ids=tuple(prompt),
+                params=own,
+                priority=tier.rank,
+                salt=identity.salt,
+                itl_target_ms=None if tier.itl_s is None else max(1, round(1000 * tier.itl_s)),
+                preemptible=tier.preemptible,
+            )
+        )
     return Plan(
         answer_id=answer_id,
         created=int(time.time()),
@@ -273,6 +302,8 @@ def _plan(
         chat=chat,
         stream=bool(body.stream),
         usage=_usage_mode(config, body),
+        tier=name,
+        identity=identity,
         echo=echo,
         extension=body.tailrace,
     )
@@ -432,10 +463,47 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.pieces(skip_special_tokens=False)), default=1) or 1
 
 
-async def find_model(backend: Backend, config: GatewayConfig, name: str | None) -> ModelInfo:
+def visible_models(backend: Backend, identity: Identity) -> list[ModelInfo]:
+    """What this key may ask for."""
+    allowed = identity.models
+    return [info for info in backend.models() if allowed is None or info.name in allowed]
+
+
+def _limits_of(config: GatewayConfig, identity: Identity) -> Limits:
+    """The gateway's limits, narrowed by the key's."""
+    names = ("max_prompt_tokens", "max_output_tokens", "max_n")
+    own = {n: value for n in names if (value := getattr(identity, n)) is not None}
+    if not own:
+        return config.limits
+    limits = config.limits
+    for name, value in own.items():
+        general = getattr(limits, name)
+        own[name] = value if general is None else min(value, general)
+    return limits.model_copy(update=own)
+
+
+async def _model_of(
+    backend: Backend, config: GatewayConfig, identity: Identity, name: str
+) -> ModelInfo:
+    name = config.canonical(name)
+    if identity.models is not None and name not in identity.models:
+        known = ", ".join(sorted(identity.models)) or "none"
+        # As of a model that does not exist: what others may use is nobody's business.
+        raise RequestError(
+            f"model {name!r} does not exist here, or this key may not use it; it may use: {known}",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
+    return await backend.model(name)
+
+
+async def find_model(
+    backend: Backend, config: GatewayConfig, identity: Identity, name: str | None
+) -> ModelInfo:
     """The model called `name`; without a name, the only one. Raises RequestError."""
     if name is None:
-        names = [info.name for info in backend.models()]
+        names = [info.name for info in visible_models(backend, identity)]
         if len(names) != 1:
             raise RequestError(
                 f"model: {len(names)} models are served ({', '.join(names) or 'none'}); name one",
@@ -443,4 +511,4 @@ async def find_model(backend: Backend, config: GatewayConfig, name: str | None) 
                 param="model",
             )
         name = names[0]
-    return await backend.model(config.canonical(name))
+    return await _model_of(backend, config, identity, name)

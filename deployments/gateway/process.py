@@ -37,6 +37,9 @@ from engine.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 
+KEYS_EVERY = 2
+"""Rounds of figures between two looks at the file of keys."""
+
 _state: GatewayState | None = None
 
 
@@ -74,6 +77,7 @@ class GatewayProcess:
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
         parsed = GatewayConfig.parse(user_config)
+        await self.state.quotas.configure(parsed.limits_store)
         await self._request_log.configure(parsed.request_log)
         self.state.request_log = self._request_log if parsed.request_log else None
         config = self.state.apply(user_config)
@@ -126,6 +130,8 @@ class GatewayProcess:
             rounds += 1
             try:
                 now = asyncio.get_running_loop().time()
+                if self.state.config.keys_file is not None and rounds % KEYS_EVERY == 0:
+                    await asyncio.to_thread(self.state.keys.refresh)
                 self._figures.sample(self.state.config, self.models.clients(), now)
                 self.state.live.checkpoint(asyncio.get_running_loop().time())
                 if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:

@@ -173,7 +173,9 @@ class SamplingBody(Body):
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     ignore_eos: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """`auto`, or a tier of this cluster: see `tiers`."""
+
     tailrace: Extension | None = None
     """Ours: time outside the model, and the wish to have the answer explained."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from deployments.gateway.config import Targets
+from deployments.gateway.tiers import Targets
 
 
 class Ending(Enum):

@@ -16,6 +16,10 @@ from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog
 from deployments.gateway.explain import Explainer, JournalSource
+from deployments.gateway.identity.config import Directory
+from deployments.gateway.identity.keyring import Identity
+from deployments.gateway.identity.source import KeySource
+from deployments.gateway.limits.quotas import Quotas
 from deployments.gateway.live import LiveView
 from deployments.gateway.measure import RequestMeter
 from deployments.gateway.request_log import RequestLog
@@ -42,6 +46,8 @@ class GatewayState:
     request_log: RequestLog | None = None
     """None where nobody gave it a file."""
 
+    quotas: Quotas = field(default_factory=Quotas)
+    keys: KeySource = field(default_factory=lambda: KeySource(Directory(), None))
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""
 
@@ -55,12 +61,18 @@ class GatewayState:
     def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:
         """Adopt a configuration for requests to come. Raises ConfigError and changes nothing."""
         config = GatewayConfig.parse(user_config)
+        if (config.directory, config.keys_file) != (self.config.directory, self.config.keys_file):
+            self.keys = KeySource(config.directory, config.keys_file)
         self._trace(config)
         kept = config.explain
         self.explainer.resize(recent=kept.recent, slowest=kept.slowest, keep_s=kept.keep_s)
         self.log.resize(config.event_log_size)
         self.config = config
         return config
+
+    def identify(self, headers: Mapping[bytes, bytes]) -> Identity:
+        """Who sent a request with these headers. Raises RequestError (401)."""
+        return self.keys.ring.identify(headers.get(b"authorization"))
 
     def ended(self, record: RequestRecord, body: bytes | None) -> None:
         """A request is over. `body` is what the client sent, where prompts may be logged."""
@@ -71,6 +83,7 @@ class GatewayState:
     async def close(self) -> None:
         """What is queued for the collector is sent, if it takes it at once."""
         await self.explainer.close()
+        await self.quotas.close()
         if self.tracer is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(self.tracer.close), CLOSE_S)

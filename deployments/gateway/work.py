@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from enum import Enum
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from deployments.explain.request import RequestRecord
-from deployments.gateway.backend import Backend, Stream
+from deployments.gateway.backend import Backend, Place, Stream
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import ClientGone, call_of, read_body, send_failure
 from deployments.gateway.errors import Failure, TimedOut, describe
@@ -36,7 +37,8 @@ from deployments.gateway.events import (
     Submitted,
     Tokenised,
 )
-from deployments.gateway.identity.config import DEFAULT_TENANT
+from deployments.gateway.identity.keyring import Identity
+from deployments.gateway.limits.quotas import Quota
 from deployments.gateway.measure import (
     UNKNOWN,
     Pace,
@@ -46,7 +48,7 @@ from deployments.gateway.measure import (
     report_verdict,
 )
 from deployments.gateway.openai import Collector, Tally
-from deployments.gateway.prepare import TIER, Plan
+from deployments.gateway.prepare import Plan
 from deployments.gateway.request_log import Noted, unix_s
 from deployments.gateway.slo import Timing
 from deployments.gateway.spans import count as count_spans
@@ -56,7 +58,7 @@ from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent
 from deployments.tracing import traceparent
 
-Prepare = Callable[[Backend, GatewayConfig, bytes], Awaitable[Plan]]
+Prepare = Callable[[Backend, GatewayConfig, Identity, bytes], Awaitable[Plan]]
 Events = AsyncGenerator[tuple[int, list[StreamEvent]], None]
 """`(prompt, its events)`."""
 
@@ -113,6 +115,9 @@ class Generation:
         self._body: bytes | None = None
         """What the client sent, where prompts are logged."""
 
+        self._quota: Quota | None = None
+        """What it holds of its owners' limits."""
+
         self._first_token_s: float | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._watch: asyncio.Task[None] | None = None
@@ -151,6 +156,8 @@ class Generation:
             if self._watch is not None:
                 self._watch.cancel()
             self._inflight(-1)
+            if self._quota is not None:
+                self._quota.close(self._unused_tokens())
 
     async def _supervise(self, scope: Scope, receive: Receive) -> None:
         """Do the work, then say how it ended: to the client, the log and the metrics."""
@@ -178,13 +185,14 @@ class Generation:
 
     async def _run(self, scope: Scope, receive: Receive) -> None:
         state, call = self._state, self._call
+        identity = state.identify(call.headers)
         body = await read_body(call, receive, self._config.limits.max_body_bytes)
         record = self._record
         record.read_s = time.monotonic()
         if self._config.logs.log_prompts:
             self._body = body
         self._watch = self._loop.create_task(self._watch_client(receive))
-        plan = await self._prepare(state.backend, self._config, body)
+        plan = await self._prepare(state.backend, self._config, identity, body)
         self._plan, self._tally = plan, Tally(plan)
         now_s = time.monotonic()
         self._marks.append(("queue", now_s))
@@ -204,14 +212,14 @@ class Generation:
         )
         first = plan.requests[0]
         record.answer_id, record.model, record.stream = plan.answer_id, model, plan.stream
-        record.tokenised_s, record.tier, record.salt = now_s, TIER, first.salt
+        record.tokenised_s, record.tier, record.salt = now_s, plan.tier, first.salt
         record.prompt_tokens, record.num_choices = plan.prompt_tokens, plan.num_choices
         record.max_tokens = first.params.max_tokens
         record.spans, self._explain = told_by(call.headers, plan.extension, record.received_unix_s)
         if record.spans:
-            count_spans(state.metrics, model, TIER, record.spans)
+            count_spans(state.metrics, model, plan.tier, record.spans)
         self._inflight(-1)
-        self._series, self._model = state.meter.of(model), model
+        self._series, self._model = state.meter.of(model, plan.tier), model
         self._series.offered.inc()
         self._inflight(+1)
         if self._first_s is not None:
@@ -219,6 +227,18 @@ class Generation:
             if not plan.stream:
                 self._deadline_s = min(self._deadline_s, at_s)
             self._expire_at(at_s, self._first_s)
+        claims = identity.claims(tokens=plan.max_tokens, retry=_is_retry(call.headers))
+        if claims:
+            lease = f"{state.explainer.gateway}:{plan.answer_id}"
+            self._quota = await state.quotas.take(lease, claims)
+        targets = self._config.tiers[plan.tier]
+        self._place = Place(
+            tier=plan.tier,
+            tenant=identity.tenant,
+            weight=identity.weight,
+            due_s=None if targets.ttft_s is None else call.received_s + targets.ttft_s,
+            patient_until_s=None if self._first_s is None else call.received_s + self._first_s,
+        )
         self._pace = Pace(self._series.itl)
         if plan.stream:
             self._writer = EventWriter(plan, self._tally)
@@ -281,6 +301,7 @@ class Generation:
             n=plan.n,
             remaining_s=remaining_s,
             journal=self._record.prompt(prompt),
+            place=self._place,
         )
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
@@ -376,6 +397,8 @@ class Generation:
     async def _fail(self, error: BaseException) -> None:
         failure = describe(error, self._call.request_id)
         self._record_failure(failure)
+        if self._quota is not None:
+            failure = replace(failure, headers=(*failure.headers, *self._quota.headers))
         if self._complete:
             return
         self._complete = True
@@ -404,6 +427,8 @@ class Generation:
     def _told_headers(self) -> list[tuple[bytes, bytes]]:
         """What an answer's head tells of how it went so far."""
         headers = [(b"server-timing", self._server_timing())]
+        if self._quota is not None:
+            headers += self._quota.headers
         if self._record.trace is not None:
             headers.append((b"traceparent", traceparent(self._record.trace)))
         return headers
@@ -424,6 +449,15 @@ class Generation:
         inflight, model = self._state.inflight, self._model
         inflight[model] = count = inflight[model] + change
         self._series.inflight.set(count)
+
+    def _unused_tokens(self) -> int:
+        """Of what the request was allowed: output that never came."""
+        plan, tally = self._plan, self._tally
+        assert plan is not None
+        assert tally is not None
+        if self._marks[-1][0] == "queue":
+            return plan.max_tokens  # never admitted: not even its prompt was computed
+        return max(0, plan.max_tokens - plan.prompt_tokens - tally.completion_tokens)
 
     def _tally_of(self) -> Tally:
         assert self._tally is not None
@@ -505,7 +539,7 @@ class Generation:
             if self._phase == "queue":
                 outcome = code or ("cancelled" if status == "499" else "failed")
                 series.queue(outcome).observe(now_s - self._marks[-1][1])
-        targets = self._config.slo.get(TIER)
+        targets = None if plan is None else self._config.tiers[plan.tier]
         report_verdict(series, targets, int(status), self._timing(now_s), tokens)
         if self._state.request_log is not None and self._plan is not None:
             self._state.request_log.note(self._noted(self._plan, int(status), code, duration_s))
@@ -540,8 +574,8 @@ class Generation:
             endpoint=self._endpoint,
             stream=plan.stream,
             model=plan.info.name,
-            tier=TIER,
-            tenant=DEFAULT_TENANT,
+            tier=plan.tier,
+            tenant=plan.identity.tenant,
             requests=plan.requests,
             n=plan.n,
             completion_tokens=tally.completion_tokens,
@@ -588,3 +622,8 @@ def _seconds(value: bytes) -> float | None:
     if not math.isfinite(seconds) or seconds <= 0:
         return None
     return seconds - min(HEADROOM * seconds, 0.1)
+
+
+def _is_retry(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the client says that it asked before."""
+    return headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")

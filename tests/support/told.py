@@ -12,7 +12,7 @@ from deployments.explain.clocks import Offset
 from deployments.explain.decode import DecodeFacts
 from deployments.explain.request import Leg, PromptJournal
 from deployments.gateway.api import create_app
-from deployments.gateway.backend import ModelInfo, Stream
+from deployments.gateway.backend import ANYWHERE, ModelInfo, Place, Stream
 from deployments.gateway.state import GatewayState
 from deployments.metrics import Registry
 from engine.request import Request
@@ -51,8 +51,11 @@ class LocalBackend:
         n: int,
         remaining_s: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> Stream:
-        return await self.client.open(request, n=n, remaining_s=remaining_s, journal=journal)
+        return await self.client.open(
+            request, n=n, remaining_s=remaining_s, journal=journal, place=place
+        )
 
     async def journal(self, model: str, leg: Leg) -> tuple[DecodeFacts, Offset | None] | None:
         return await self.client.journal(leg)

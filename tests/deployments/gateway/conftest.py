@@ -17,7 +17,7 @@ import uvicorn
 
 from deployments.explain.request import PromptJournal
 from deployments.gateway.api import create_app
-from deployments.gateway.backend import ModelInfo
+from deployments.gateway.backend import ANYWHERE, ModelInfo, Place
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent, TokenLogprob, Usage
@@ -90,6 +90,7 @@ class FakeBackend:
     infos: dict[str, ModelInfo] = field(default_factory=dict)
     before_open: Callable[[], Any] | None = None
     opened: list[tuple[str, Request, int, float | None]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     open_cancelled: bool = False
@@ -125,7 +126,9 @@ class FakeBackend:
         n: int,
         remaining_s: float | None,
         journal: PromptJournal | None = None,
+        place: Place = ANYWHERE,
     ) -> FakeStream:
+        self.places.append(place)
         self.opened.append((model, request, n, remaining_s))
         if self.before_open is not None:
             try:

@@ -119,6 +119,7 @@ async def test_many_choices_of_one_stream_move_together(local_cluster):
     await reader.task
     assert reader.tokens == expected
     assert reader.stream.migrations == 12
+    assert client.placements.migrated == {"closed": 12, "died": 0, "hung": 0}
 
 
 async def rest(batches) -> None:

@@ -82,14 +82,22 @@ def test_placements_and_the_queue_link_are_reported_until_the_model_is_taken_out
     figures, client = ClusterFigures(registry), Client(Running())
     client.placements.by_queue, client.placements.by_own_choice = 5, 2
     client.placements.again["lost"] = 3
+    client.placements.migrated["died"] = 2
     client.queue_connected = False
     figures.sample(CONFIG, [("m", client)], 1.0)
     assert shown(registry, "queue_connected") == {("m",): 0}
     assert shown(registry, "route_decisions_total") == {("m", "queue"): 5, ("m", "own"): 2}
     assert shown(registry, "resubmissions_total") == {("m", "full"): 0, ("m", "lost"): 3}
+    migrations = {("m", "closed"): 0, ("m", "died"): 2, ("m", "hung"): 0}
+    assert shown(registry, "migrations_total") == migrations
     figures.received("app", "p1", "prefill", [], 2.0)
     figures.sample(GatewayConfig(), [], 2.0)
-    for name in ("queue_connected", "route_decisions_total", "resubmissions_total"):
+    for name in (
+        "queue_connected",
+        "route_decisions_total",
+        "resubmissions_total",
+        "migrations_total",
+    ):
         assert shown(registry, name) == {}
     assert shown(registry, "replicas_up") == {}
 
@@ -98,12 +106,21 @@ def test_targets_in_force_are_shown_and_those_taken_back_are_not():
     registry = Registry()
     figures = ClusterFigures(registry)
     slo = {"default": {"ttft_s": 0.5, "queue_s": None, "objective": 0.95}}
-    figures.sample(GatewayConfig.parse({"slo": slo}), [], 1.0)
+    figures.sample(GatewayConfig.parse({"tiers": slo}), [], 1.0)
     assert shown(registry, "slo_target_seconds") == {
         ("default", "ttft"): 0.5,
         ("default", "itl"): 0.2,
         ("default", "e2e"): 60.0,
     }
     assert shown(registry, "slo_objective_ratio") == {("default",): 0.95}
-    figures.sample(GatewayConfig.parse({"slo": {}}), [], 2.0)
-    assert shown(registry, "slo_target_seconds") == shown(registry, "slo_objective_ratio") == {}
+    none = dict.fromkeys(("queue_s", "ttft_s", "itl_s", "e2e_s"))
+    figures.sample(GatewayConfig.parse({"tiers": {"default": none}}), [], 2.0)
+    assert shown(registry, "slo_target_seconds") == {}
+    figures.sample(GatewayConfig(), [], 3.0)
+    assert {tier for tier, _ in shown(registry, "slo_target_seconds")} == {
+        "priority",
+        "default",
+        "flex",
+    }
+    figures.sample(GatewayConfig.parse({"tiers": slo}), [], 4.0)
+    assert shown(registry, "slo_objective_ratio") == {("default",): 0.95}

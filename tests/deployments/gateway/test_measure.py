@@ -56,7 +56,7 @@ async def test_every_verdict_has_a_series_from_the_first_request_on(gateway: Any
 
 
 async def test_a_late_answer_misses_and_is_no_goodput(gateway: Any) -> None:
-    gateway.state.apply({"slo": {"default": {"queue_s": None, "ttft_s": 1e-6, "itl_s": 1e-9}}})
+    gateway.state.apply({"tiers": {"default": {"queue_s": None, "ttft_s": 1e-6, "itl_s": 1e-9}}})
     await gateway.post(PATH, BODY)
     await gateway.settle()
     assert counted(gateway, "slo_requests_total") == {
@@ -107,7 +107,7 @@ async def test_who_leaves_while_waiting_is_counted_there_and_judged_by_what_pass
         await asyncio.sleep(30)
 
     gateway.backend.before_open = wait
-    gateway.state.apply({"slo": {"default": {"queue_s": 1e-6, "ttft_s": 20.0}}})
+    gateway.state.apply({"tiers": {"default": {"queue_s": 1e-6, "ttft_s": 20.0}}})
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps(BODY).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -121,7 +121,8 @@ async def test_who_leaves_while_waiting_is_counted_there_and_judged_by_what_pass
 
 
 async def test_a_tier_without_targets_is_not_judged(gateway: Any) -> None:
-    gateway.state.apply({"slo": {}})
+    none = dict.fromkeys(("queue_s", "ttft_s", "itl_s", "e2e_s"))
+    gateway.state.apply({"tiers": {"default": none}})
     await gateway.post(PATH, BODY)
     await gateway.settle()
     assert counted(gateway, "slo_requests_total") == {}

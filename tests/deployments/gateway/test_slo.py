@@ -1,7 +1,7 @@
 import pytest
 
-from deployments.gateway.config import Targets
 from deployments.gateway.slo import Ending, Timing, verdicts
+from deployments.gateway.tiers import Targets
 
 TARGETS = Targets(queue_s=1.0, ttft_s=2.0, itl_s=0.1, e2e_s=10.0)
 GOOD = {"queue": True, "ttft": True, "e2e": True, "itl": True}

@@ -1,0 +1,180 @@
+"""Keys, tenants and limits as clients meet them."""
+
+import asyncio
+
+import pytest
+
+from deployments.gateway.identity.keyring import hash_key, tenant_salt
+
+PATH = "/v1/completions"
+KEYS = {"a": "tr-key-a", "b": "tr-key-b", "op": "tr-key-op"}
+
+
+def config(tenants=None, **more):
+    return {
+        "keys": [
+            {"id": "ka", "sha256": hash_key(KEYS["a"]), "tenant": "a"},
+            {"id": "kb", "sha256": hash_key(KEYS["b"]), "tenant": "b", "models": ["other"]},
+            {"id": "ko", "sha256": hash_key(KEYS["op"]), "tenant": "ops", "operator": True},
+        ],
+        "tenants": tenants or {},
+        **more,
+    }
+
+
+def auth(who):
+    return {"authorization": f"Bearer {KEYS[who]}"}
+
+
+def body(**fields):
+    return {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 7, **fields}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("post", "/v1/chat/completions"),
+        ("post", PATH),
+        ("get", "/v1/models"),
+        ("get", "/v1/models/tiny"),
+        ("post", "/tokenize"),
+        ("post", "/detokenize"),
+        ("get", "/tailrace/requests"),
+        ("get", "/tailrace/explain/x"),
+        ("get", "/tailrace/live"),
+    ],
+)
+async def test_every_door_asks_for_a_key_once_there_are_keys(gateway, method, path):
+    gateway.state.apply(config())
+    for headers in ({}, {"authorization": "Bearer tr-guess"}):
+        answer = await gateway.raw(method.upper(), path, b"{}", headers)
+        assert answer.status == 401, path
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert "tr-guess" not in answer.body.decode()
+
+
+async def test_health_and_metrics_need_none(gateway):
+    gateway.state.apply(config())
+    for path in ("/health", "/metrics", "/dashboard"):
+        assert (await gateway.raw("GET", path)).status == 200
+
+
+async def test_a_key_brings_its_tenants_salt_and_place(gateway):
+    gateway.state.apply(config({"a": {"weight": 3, "tiers": ["flex", "batch"]}}))
+    answer = await gateway.post(PATH, body(service_tier="priority"), headers=auth("a"))
+    assert answer.json()["service_tier"] == "flex"
+    place = gateway.backend.places[-1]
+    assert (place.tenant, place.weight, place.tier) == ("a", 3, "flex")
+    assert gateway.backend.opened[-1][1].salt == tenant_salt("a")
+
+
+async def test_a_key_sees_and_may_use_its_own_models_only(gateway):
+    gateway.state.apply(config())
+    gateway.backend.serve("other")
+    listed = await gateway.raw("GET", "/v1/models", headers=auth("b"))
+    assert [m["id"] for m in listed.json()["data"]] == ["other"]
+    refused = await gateway.post(PATH, body(), headers=auth("b"))
+    assert refused.status == 404
+    assert refused.json()["error"]["code"] == "model_not_found"
+    assert (await gateway.post(PATH, body(model="other"), headers=auth("b"))).status == 200
+
+
+async def test_a_tenants_limits_narrow_those_of_the_gateway(gateway):
+    gateway.state.apply(config({"a": {"max_output_tokens": 5, "max_prompt_tokens": 2, "max_n": 1}}))
+    for fields, param in (
+        ({"prompt": [1, 2], "max_tokens": 6}, "max_tokens"),
+        ({"prompt": [1, 2, 3], "max_tokens": 5}, "prompt"),
+        ({"prompt": [1, 2], "max_tokens": 5, "n": 2}, "n"),
+    ):
+        answer = await gateway.post(PATH, body(**fields), headers=auth("a"))
+        assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+    assert (await gateway.post(PATH, body(), headers=auth("op"))).status == 200
+
+
+async def test_tokens_are_reserved_whole_and_what_was_not_used_comes_back(gateway):
+    # The script answers with fewer tokens than were allowed.
+    gateway.state.apply(config({"a": {"tokens_per_minute": 100, "requests_per_minute": 50}}))
+    first = await gateway.post(PATH, body(max_tokens=90), headers=auth("a"))
+    assert first.status == 200
+    used = first.json()["usage"]["total_tokens"]
+    assert first.headers["x-ratelimit-limit-tokens"] == "100"
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(100 - 93)
+    assert first.headers["x-ratelimit-remaining-requests"] == "49"
+    second = await gateway.post(PATH, body(max_tokens=1), headers=auth("a"))
+    assert second.headers["x-ratelimit-remaining-tokens"] == str(100 - used - 4)
+
+
+async def test_a_spent_limit_is_429_with_the_wait_and_another_tenant_is_not_touched(gateway):
+    gateway.state.apply(config({"a": {"requests_per_minute": 1}}))
+    assert (await gateway.post(PATH, body(), headers=auth("a"))).status == 200
+    denied = await gateway.post(PATH, body(), headers=auth("a"))
+    assert denied.status == 429
+    assert denied.json()["error"]["code"] == "rate_limit_exceeded"
+    assert "tenant a may take 1 requests a minute" in denied.json()["error"]["message"]
+    assert 55 <= int(denied.headers["retry-after"]) <= 62
+    assert denied.headers["x-ratelimit-remaining-requests"] == "0"
+    assert KEYS["a"] not in denied.body.decode()
+    assert (await gateway.post(PATH, body(), headers=auth("op"))).status == 200
+
+
+async def test_what_never_fits_is_not_to_be_tried_again(gateway):
+    gateway.state.apply(config({"a": {"tokens_per_minute": 8}}))
+    denied = await gateway.post(PATH, body(), headers=auth("a"))
+    assert denied.status == 429
+    assert denied.headers["x-should-retry"] == "false"
+    assert "retry-after" not in denied.headers
+
+
+async def test_fifty_calls_at_once_cannot_exceed_a_token_limit(gateway):
+    gateway.state.apply(config({"a": {"tokens_per_minute": 100}}))
+    gate = asyncio.Event()
+    gateway.backend.before_open = gate.wait
+    calls = [asyncio.create_task(gateway.post(PATH, body(), headers=auth("a"))) for _ in range(50)]
+    done: set[asyncio.Task] = set()
+    while len(done) < 40:
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    gate.set()
+    answers = await asyncio.gather(*calls)
+    assert sorted(a.status for a in answers) == [200] * 10 + [429] * 40
+
+
+async def test_a_place_is_given_back_by_whoever_leaves(gateway):
+    gateway.state.apply(config({"a": {"concurrency": 1}}))
+    gate = asyncio.Event()
+    gateway.backend.before_open = gate.wait
+    call = asyncio.create_task(gateway.post(PATH, body(), headers=auth("a")))
+    while not gateway.backend.opened:
+        await asyncio.sleep(0.01)
+    denied = await gateway.post(PATH, body(), headers=auth("a"))
+    assert denied.status == 429
+    assert "1 requests running" in denied.json()["error"]["message"]
+    call.cancel()
+    gateway.backend.before_open = None
+    for _ in range(200):
+        if (await gateway.post(PATH, body(), headers=auth("a"))).status == 200:
+            break
+        await asyncio.sleep(0.02)
+    else:
+        raise AssertionError("the place did not come back")
+
+
+async def test_a_storm_of_retries_is_held_back_and_first_attempts_are_not(gateway):
+    gateway.state.apply(config({"a": {"retries_per_minute": 2}}))
+    retry = {**auth("a"), "x-stainless-retry-count": "1"}
+    statuses = [(await gateway.post(PATH, body(), headers=retry)).status for _ in range(4)]
+    assert statuses == [200, 200, 429, 429]
+    assert (await gateway.post(PATH, body(), headers=auth("a"))).status == 200
+
+
+async def test_requests_of_others_are_not_explained(gateway):
+    gateway.state.apply(config())
+    named = {**auth("a"), "x-request-id": "mine"}
+    assert (await gateway.post(PATH, body(), headers=named)).status == 200
+    await gateway.settle()
+    path = "/tailrace/explain/mine"
+    assert (await gateway.raw("GET", path, headers=auth("a"))).status == 200
+    assert (await gateway.raw("GET", path, headers=auth("op"))).status == 200
+    assert (await gateway.raw("GET", path, headers=auth("b"))).status == 404
+    listed = await gateway.raw("GET", "/tailrace/requests?slowest=false", headers=auth("b"))
+    assert listed.json()["data"] == []
