@@ -224,11 +224,11 @@ async def test_a_link_that_ends_under_the_submit_means_another_placement(
     lost = [True]
     send = Link.send
 
-    def ended_once(link: Link, message) -> bool:
+    def ended_once(link: Link, message, **how) -> bool:
         if message[0] == Kind.SUBMIT and lost:
             lost.pop()
             return False
-        return send(link, message)
+        return send(link, message, **how)
 
     monkeypatch.setattr(Link, "send", ended_once)
     assert await answer(client, replace(one, request_id="again")) == expected
