@@ -14,6 +14,7 @@ FOLDERS = ("engine", "deployments", "cluster")
 LIGHT = [
     "cluster.cli",
     "cluster.config",
+    "dashboards.command",
     "cluster.explain",
     "deployments.admission.actor",
     "deployments.admission.client",

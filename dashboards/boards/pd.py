@@ -223,8 +223,8 @@ _POOLS = Row(
             look="stacked",
             unit="reqps",
             width=8,
-            description="lost: their replica died. full: a slot that was promised was gone. Clients "
-            "saw a pause; many mean replicas keep dying, or two queues at work.",
+            description="lost: their replica died. full: a slot that was promised was gone. "
+            "Clients saw a pause; many mean replicas keep dying, or two queues at work.",
             queries=(Query(rate("tailrace_resubmissions_total", MODEL, "reason"), "{{reason}}"),),
         ),
         Panel(
