@@ -360,21 +360,21 @@ class RayExporter:
       middles of the buckets: slower here and wrong there.
 
     Ray repeats the last value while the process lives and forgets it two reporting intervals later.
-    What it got before its agent listened is lost, so all is said again at the exports 2, 4, 8 and
-    every `REPEAT_EVERY` from then on.
+    What it got before its agent listened is lost, so all is said again at the exports 2, 4 and 8;
+    from then on each export repeats one series in `REPEAT_EVERY`.
 
     tags: put on every series; name the replica here, as Ray's agent keeps processes apart only by
     worker id. Not to be called on the hot path: a few microseconds a changed series or bucket.
     """
 
     REPEAT_EVERY = 12
-    """Exports."""
 
     def __init__(
         self, registry: Registry, tags: Mapping[str, str], ray_metrics: RayMetrics | None = None
     ) -> None:
         self._registry = registry
         self._exports = 0
+        self._again = False
         self._tags = dict(tags)
         self._ray = ray_metrics or cast("RayMetrics", import_module("ray.util.metrics"))
         self._metrics: dict[str, _RayMetric] = {}
@@ -382,10 +382,9 @@ class RayExporter:
 
     def export(self) -> None:
         """Bring Ray's figures up to date with the registry."""
-        self._exports += 1
-        if self._exports in (2, 4, 8) or self._exports % self.REPEAT_EVERY == 0:
-            self._exported.clear()
-        for metric, values, series in self._registry.series():
+        self._exports = turn = self._exports + 1
+        for number, (metric, values, series) in enumerate(self._registry.series()):
+            self._again = turn in (2, 4, 8) or (number - turn) % self.REPEAT_EVERY == 0
             if isinstance(series, Histogram):
                 self._export_histogram(metric, values, series)
             else:
@@ -402,7 +401,7 @@ class RayExporter:
         self._set(metric, f"{name}_count", labels, values, seen)
 
     def _set(self, metric: Metric, name: str, labels: Labels, values: Labels, value: float) -> None:
-        if self._exported.get((name, values)) == value:
+        if not self._again and self._exported.get((name, values)) == value:
             return
         found = self._gauge(metric, name, labels)
         found.set(value, self._tags_of(labels, values))
