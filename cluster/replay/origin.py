@@ -15,13 +15,15 @@ import psutil
 
 from cluster.errors import ClusterError
 
+_VECTOR = ("amx", "asimd", "avx", "bf16", "fma", "i8mm", "sse4", "sve")
 _SECRET = re.compile(r"key|secret|passw|credential|^auth|^tokens?$", re.IGNORECASE)
 
 
 def machine() -> dict[str, Any]:
     """Of the client."""
     return {
-        "processor": _processor(),
+        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "vector_extensions": _vector_extensions(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -100,11 +102,17 @@ def _told(value: Any) -> Any:
     return value
 
 
-def _processor() -> str:
+def _vector_extensions() -> str:
+    """Flags of the processor that decide which kernels run."""
+    flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return " ".join(sorted(each for each in flags if each.startswith(_VECTOR)))
+
+
+def _cpuinfo(key: str) -> str | None:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.partition(":")[0].strip() == key:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return None
