@@ -126,11 +126,21 @@ class RequestLines:
             _prepare(logger)
             head = {"timestamp_ns": time.time_ns(), "levelname": "INFO", "message": "request"}
             line = _Line(orjson.dumps(head | request_line(record, prompt)).decode())
-            made = logging.LogRecord(logger.name, logging.INFO, __file__, 0, line, None, None)
-            made.skip_context_filter = True  # of Serve's filters, which look up the context
-            logger.handle(made)
+            logger.handle(_record(logger.name, line))
         except Exception:
             logging.getLogger(__name__).exception("the line of a request could not be written")
+
+
+_BLANK = logging.LogRecord(REQUESTS, logging.INFO, __file__, 0, "", None, None)
+_BLANK.skip_context_filter = True  # of Serve's filters, which look up the context
+
+
+def _record(name: str, line: _Line) -> logging.LogRecord:
+    """A record of this moment. Its own constructor looks up file, thread and process each time."""
+    made = logging.LogRecord.__new__(logging.LogRecord)
+    made.__dict__.update(_BLANK.__dict__)
+    made.name, made.msg, made.created = name, line, time.time()
+    return made
 
 
 def _prepare(logger: logging.Logger) -> None:

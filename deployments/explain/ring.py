@@ -25,6 +25,9 @@ class Ring(Generic[T]):
         self._slow: dict[str, list[tuple[float, int, float, str, T]]] = {}
         """By tier, a heap of `(duration, serial, ended, key, entry)`, the fastest first."""
 
+        self._oldest: dict[str, float] = {}
+        """By tier, a time before which nothing in its heap ended."""
+
         self._serial = itertools.count()
 
     def add(self, key: str, entry: T, *, tier: str, duration_s: float, now: float) -> bool:
@@ -39,13 +42,10 @@ class Ring(Generic[T]):
         if not self.slowest or (tier not in self._slow and len(self._slow) >= self.MAX_TIERS):
             return False
         heap = self._slow.setdefault(tier, [])
-        if (
-            heap
-            and len(heap) >= self.slowest
-            and min(item[2] for item in heap) <= now - self.keep_s
-        ):
+        if len(heap) >= self.slowest and self._oldest.get(tier, 0.0) <= now - self.keep_s:
             heap[:] = [item for item in heap if item[2] > now - self.keep_s]
             heapq.heapify(heap)
+            self._oldest[tier] = min((item[2] for item in heap), default=now)
         item = (duration_s, next(self._serial), now, key, entry)
         if len(heap) < self.slowest:
             heapq.heappush(heap, item)
