@@ -31,6 +31,7 @@ _LAZY = {
     "dashboards": "dashboards.command:dashboards",
     "explain": "cluster.explain:explain",
     "gpus": "cluster.gpus:gpus",
+    "keys": "cluster.keys:keys",
     "replay": "cluster.replay.command:replay",
     "report": "cluster.report.command:report",
     "verify": "cluster.verify:verify",
