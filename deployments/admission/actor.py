@@ -12,6 +12,7 @@ from deployments.admission.figures import QueueFigures
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
 from deployments.admission.tiers import TierTable
 from deployments.background import background
+from deployments.garbage import spare_startup
 from deployments.link.link import Link, LinkHandlers, LinkSettings
 from deployments.link.messages import Acquire, Kind, Report, refusal_to_wire
 from deployments.link.server import LinkServer
@@ -43,10 +44,13 @@ class QueueActor:
         ports: Sequence[int] | None = None,
         limits: QueueLimits | None = None,
         settings: LinkSettings | None = None,
+        alone: bool = False,
     ) -> None:
         """`model` is the name that its figures carry, if not the application's. `host` None binds
         the address by which Ray knows this node. `secret` None reads the cluster's: as an argument
-        of an actor it would lie in Ray's control store."""
+        of an actor it would lie in Ray's control store. `alone`: in a process of its own."""
+        if alone:
+            spare_startup()
         self._queue = AdmissionQueue(time.time_ns(), limits)
         self._server = LinkServer(
             read_link_secret() if secret is None else secret,
@@ -220,6 +224,7 @@ def ensure_queue(
         ports=ports,
         limits=limits,
         settings=settings,
+        alone=True,
     )
 
 
