@@ -83,3 +83,25 @@ def overhead(
         emit(result)
     else:
         click.echo("\n".join(table(result)))
+
+
+@bench.command("queue")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "--rate", type=click.FloatRange(min=1), default=400.0, show_default=True, help="Acquires a s."
+)
+@click.option("--over", "over_s", type=click.FloatRange(min=1), default=15.0, show_default=True)
+@json_option
+def queue(repeats: int, rate: float, over_s: float, as_json: bool) -> None:
+    """The admission queue alone: order and latency beside what its own rules give at best.
+
+    16 batch and 4 interactive requests of 100 ms on one replica with 2 slots, then Poisson
+    acquires where there is room, both over links to a queue in a process of its own.
+    """
+    from cluster.bench.queue import Effort, bench_queue, table
+
+    result = bench_queue(Effort(repeats=repeats, rate=rate, over_s=over_s), say)
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
