@@ -217,7 +217,8 @@ class Contest:
             spec = self._spec(load, seed=1000 * (number + 1) + place, label=side.name)
             others = Bystanders(served.processes) if served.ready_s is not None else None
             with PoolSampler(served.url, names=served.replicas) as sampler:
-                self._run(served, spec, path)
+                run, _ = self._run(served, spec, path)
+            duration_s = run.end.duration_s if run.end else 0.0
             record.taken.append(
                 Taken(
                     side=side.name,
@@ -225,7 +226,7 @@ class Contest:
                     round=number,
                     file=f"{RUNS_DIRECTORY}/{name}",
                     others_cpu_share=None if others is None else round(others.share(), 4),
-                    pools=sampler.samples,
+                    pools=sampler.during(duration_s),
                 )
             )
 

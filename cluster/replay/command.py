@@ -147,8 +147,9 @@ def replay(traces: tuple[str, ...], **options: Any) -> None:
     else:
         with open_raw(directory) as raw, PoolSampler(prepared.target.url) as pools:
             done, outcomes = offer(prepared, raw=raw, say=say)
+        samples = pools.during(done.end.duration_s if done.end else 0.0)
         summary = write_report(
-            directory, done, outcomes, slo=slo, prices=prices, pools=pools.samples
+            directory, done, outcomes, slo=slo, prices=prices, pools=samples
         ).summary
     if options["as_json"]:
         emit(summary)

@@ -108,7 +108,8 @@ def stacked(
     totals = [sum(stack.parts) for stack in stacks]
     if not any(total > 0 for total in totals):
         return _nothing(title, description)
-    left, bar, gap = 110, 26, 16
+    left = max(_LEFT, 16 + 7 * max(len(stack.name) for stack in stacks))
+    bar, gap = 26, 16
     legend = _Legend([Series(name=p, xs=(), ys=(), colour=i) for i, p in enumerate(parts)], ())
     plot = len(stacks) * (bar + gap) + gap
     height = _TOP + plot + _BOTTOM + legend.height
@@ -141,9 +142,9 @@ def stacked(
 
 def number(value: float) -> str:
     """For a tick or a table: three significant digits, no exponent where it can be helped."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
     size = abs(value)
+    if size < 1e-12 or not math.isfinite(value):
+        return f"{0.0 if size < 1e-12 else value:g}"
     if size >= 1e7 or size < 1e-5:
         return f"{value:.2e}"
     digits = max(0, 2 - math.floor(math.log10(size)))

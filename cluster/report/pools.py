@@ -36,7 +36,9 @@ class PoolSampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self.samples: list[dict[str, Any]] = []
-        """`at_s` from the beginning, and by kind of figure a value a replica."""
+        """`at_s` from the beginning of the `with`, and by kind of figure a value a replica."""
+
+        self._span_s = 0.0
 
     def __enter__(self) -> PoolSampler:
         self._began_s = time.monotonic()
@@ -49,8 +51,19 @@ class PoolSampler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._span_s = time.monotonic() - self._began_s
         self._stop.set()
         self._thread.join()
+
+    def during(self, duration_s: float) -> list[dict[str, Any]]:
+        """Samples of the last `duration_s` before the `with` ended, counted from their beginning:
+        a run that writes its requests before it begins ends with its last answer."""
+        first_s = max(0.0, self._span_s - duration_s)
+        return [
+            {**each, "at_s": round(each["at_s"] - first_s, 3)}
+            for each in self.samples
+            if each["at_s"] >= first_s
+        ]
 
     def _read(self) -> None:
         with httpx.Client(timeout=5.0, trust_env=False) as client:

@@ -47,6 +47,10 @@ def test_a_sampler_reads_until_it_is_left():
     taken = len(sampler.samples)
     assert taken >= 3
     assert sampler.samples[0]["running"] == {"r1": 5.0}
+    last = sampler.samples[-1]["at_s"]
+    late = sampler.during(sampler._span_s - last + 1e-9)
+    assert [each["at_s"] for each in late] == [0.0]
+    assert len(sampler.during(1e9)) == taken
     assert [each["at_s"] for each in sampler.samples] == sorted(
         each["at_s"] for each in sampler.samples
     )
