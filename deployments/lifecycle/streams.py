@@ -145,7 +145,8 @@ class _Stream:
     first_token: int = 0
     window_tokens: int = 0
     ahead: int = 0
-    """Tokens sent that the gateway has not consumed yet."""
+    """Tokens sent that the gateway has not consumed yet, apart from what its choices took of their
+    room since."""
 
     paused: bool = False
     choices: dict[int, _Choice] = field(default_factory=lambda: dict[int, _Choice]())
@@ -156,23 +157,34 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """A choice that the engine has: one of its requests."""
+    """A choice that the engine has: one of its requests.
+
+    What nearly every token needs is here, so that it touches no other object of the stream.
+    """
 
     stream: _Stream
+    link: Link
+    stream_id: int
     index: int
     engine_id: str
     came: Callable[[float], None]
     """To be told when each of its tokens came."""
 
     plain: bool = False
-    """Its next token is text and nothing else: the first one has been told, and nobody asked for
+    """Its tokens are text and nothing else: the first one has been told, and nobody asked for
     log-probabilities."""
 
     num_tokens: int = 0
     first_at: float = 0.0
     last_at: float = 0.0
     unlogged: int = 0
-    """Tokens since the machine was last told."""
+    """Tokens since the machine was last told, as far as they are settled."""
+
+    room: int = 0
+    """Tokens it may send before its stream has to be looked at again."""
+
+    given: int = 0
+    """What `room` was when that was done last."""
 
 
 @dataclass(slots=True)
@@ -322,32 +334,29 @@ class StreamTable:
             choice = choices.get(output.request_id)
             if choice is None:
                 continue
-            stream, token = choice.stream, output.token
-            if choice.plain and token is not None and output.finish is None:
+            token = output.token
+            if choice.room and token is not None and output.finish is None:
                 # All but the first and the last token: this loop is most of what a token costs.
                 # The wire form is that of `StreamEvent`.
                 text, ids = output.text, (token.token_id,)
-                event = [stream.stream_id, choice.index, text, ids, None, None, None]
+                event = [choice.stream_id, choice.index, text, ids, None, None, None]
                 last = choice.last_at
                 choice.last_at = now
                 choice.came(now)
-                choice.unlogged += 1
+                choice.room -= 1
                 gaps[last] = gaps.get(last, 0) + 1
-                stream.ahead += 1
-                if stream.ahead >= stream.window_tokens:
-                    self._pause(stream)
             else:
                 try:
                     event = self._take(choice, output, now, gaps)
                 except Exception:
                     # One stream's fault must not cost the others of this step their tokens.
                     logger.exception("output of %s could not be taken", output.request_id)
-                    self._run(stream, Failed("an internal fault; send the request again"))
+                    self._run(choice.stream, Failed("an internal fault; send the request again"))
                     continue
                 if event is None:
                     continue
-            if stream.link is not link:
-                link = stream.link
+            if choice.link is not link:
+                link = choice.link
                 events = frames.setdefault(link, [])
             events.append(event)
         if gaps:
@@ -517,7 +526,8 @@ class StreamTable:
         request = self._request_of(stream, index)
         engine_id = request.request_id
         came = stream.record.times(index).append
-        stream.choices[index] = self._choices[engine_id] = _Choice(stream, index, engine_id, came)
+        choice = _Choice(stream, stream.link, stream.stream_id, index, engine_id, came)
+        stream.choices[index] = self._choices[engine_id] = choice
         try:
             reservation = self._engine.submit(request, remote=remote)
         except EngineError as error:
@@ -599,7 +609,7 @@ class StreamTable:
             failed = Failed("the model gave no usable logits for this request")
             self._run(choice.stream, failed)
             return None
-        if choice.num_tokens or choice.unlogged:
+        if choice.num_tokens:
             gaps[choice.last_at] = gaps.get(choice.last_at, 0) + 1
         return self._take_token(choice, output, now)
 
@@ -611,6 +621,7 @@ class StreamTable:
         submit = stream.submit
         logprobs = submit.request.params.logprobs is not None
         is_first = choice.num_tokens == 0
+        self._settle(stream)
         choice.unlogged += 1
         choice.last_at = now
         choice.came(now)
@@ -642,6 +653,7 @@ class StreamTable:
         stream.ahead += 1
         if stream.ahead >= stream.window_tokens:
             self._pause(stream)
+        self._make_room(stream)
         return StreamEvent(
             stream.stream_id,
             choice.index,
@@ -651,6 +663,25 @@ class StreamTable:
             finish,
             self._usage(stream) if finish is not None and not stream.choices else None,
         ).to_wire()
+
+    @staticmethod
+    def _settle(stream: _Stream) -> None:
+        """Count what the choices took of their room."""
+        for choice in stream.choices.values():
+            taken = choice.given - choice.room
+            choice.given = choice.room = 0
+            choice.unlogged += taken
+            stream.ahead += taken
+
+    @staticmethod
+    def _make_room(stream: _Stream) -> None:
+        """Let each choice go on for as long as none of them can fill the reader's window."""
+        left = stream.window_tokens - stream.ahead - 1
+        if left > 0 and stream.choices:
+            share = left // len(stream.choices)
+            for choice in stream.choices.values():
+                if choice.plain:
+                    choice.given = choice.room = share
 
     def _send_step(self, link: Link, events: list[list[Any]]) -> None:
         self.counters.frames += 1
@@ -687,7 +718,9 @@ class StreamTable:
         stream = self._streams.get(key)
         if stream is None:
             return
+        self._settle(stream)
         stream.ahead -= tokens
+        self._make_room(stream)
         if stream.paused and stream.ahead <= stream.window_tokens // 2:
             stream.paused = False
             stream.record.pauses.append(time.monotonic())

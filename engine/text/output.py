@@ -9,6 +9,8 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.stop import StopStrings
 from engine.text.tokenizer import Tokenizer
 
+_NOTHING: list[str | None] = []
+
 
 class TextStream:
     """What a client sees of one choice's tokens.
@@ -21,10 +23,10 @@ class TextStream:
 
     __slots__ = (
         "_detokenizer",
-        "_num_plain",
         "_num_tokens",
         "_params",
         "_plain",
+        "_quick",
         "_stop_ids",
         "_stops",
     )
@@ -35,15 +37,15 @@ class TextStream:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._params = params
         self._num_tokens = 0
-        self._plain: list[str | None] = [] if params.stop else tokenizer.texts(True)
-        self._num_plain = len(self._plain)
+        self._plain: list[str | None] = _NOTHING if params.stop else tokenizer.texts(True)
+        self._quick = self._plain
+        """Empty while a character is unfinished: what follows then belongs to it."""
 
     def quick(self, token_id: int) -> str | None:
         """`push` of one token that is not the last: its text, where it has one and no stop string
         is looked for. None leaves the token to `push`. Nearly every token of most streams."""
-        if self._detokenizer.pending or not 0 <= token_id < self._num_plain:
-            return None
-        return self._plain[token_id]
+        texts = self._quick
+        return texts[token_id] if 0 <= token_id < len(texts) else None
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, bool]:
         """Add tokens; with `finished` nothing follows and whatever was held back is returned.
@@ -53,6 +55,11 @@ class TextStream:
         `min_tokens` tokens is not searched for stop strings. A token of `stop_token_ids` that ended
         the request is not shown, like a stop string.
         """
+        shown, stopped = self._push(token_ids, finished)
+        self._quick = _NOTHING if self._detokenizer.pending else self._plain
+        return shown, stopped
+
+    def _push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, bool]:
         if self._stops.stopped:
             return "", True
         shown: list[str] = []
