@@ -88,6 +88,10 @@ class _Tier:
     cost: int = 0
     resumed: int = 0
 
+    @property
+    def most_owed(self) -> float:
+        return MAX_OWED * max(self.largest, 1.0)
+
     def next(self) -> Entry | None:
         best: _Tenant | None = None
         first: Entry | None = None
@@ -163,6 +167,46 @@ class FairOrder:
         heads.sort(key=lambda head: head[0])
         return [entry for _, entry in heads]
 
+    def overdue(self, entry: Entry) -> bool:
+        """Its tier is owed as much as a tier can be: entries from above keep taking the room that
+        this one needs."""
+        tier = self._tiers[_key(entry)]
+        return tier.rule.share > 0 and tier.owed >= tier.most_owed
+
+    def displaced(self, entry: Entry, places: int) -> Entry | None:
+        """Who makes way for `entry`, which does not wait yet, where all `places` are taken; None:
+        nobody has to.
+
+        A tier keeps its share of the places; beyond it the least urgent makes way first. Of the
+        same tier, a tenant that holds more places for its weight than the newcomer's would. What
+        was admitted before makes way for nobody.
+        """
+        own = self._tiers.get(_key(entry))
+        entitled = (own.waiting if own else 0) < int(entry.rule.share * places)
+        others = [
+            tier
+            for tier in self._tiers.values()
+            if tier is not own
+            and tier.waiting > max(tier.resumed, int(tier.rule.share * places))
+            and (tier.rule.rank > entry.rule.rank or entitled)
+        ]
+        if others:
+            tenants = max(others, key=lambda tier: (tier.rule.rank, tier.waiting)).tenants
+            least = 0.0
+        elif own is not None:
+            tenants = {name: t for name, t in own.tenants.items() if name != entry.tenant}
+            mine = own.tenants.get(entry.tenant)
+            least = ((mine.waiting if mine else 0) + 1) / entry.weight
+        else:
+            return None
+        found: list[tuple[float, Entry]] = []
+        for tenant in tenants.values():
+            can = [e for _, e in tenant.entries if e.waiting and not e.resumed]
+            if can and tenant.waiting / can[0].weight > least:
+                last = max(can, key=lambda e: e.key)
+                found.append((tenant.waiting / last.weight, last))
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
     def take(self, entry: Entry) -> None:
         """It was granted: everybody's account moves on."""
         tier = self._tiers[_key(entry)]
@@ -172,8 +216,8 @@ class FairOrder:
         tenant.start = tenant.finish
         for other in self._tiers.values():
             if other is not tier and other.waiting and other.rule.share > 0:
-                most = MAX_OWED * max(other.largest, 1.0)
-                other.owed = min(other.owed + other.rule.share * entry.cost, most)
+                owed = other.owed + other.rule.share * entry.cost
+                other.owed = min(owed, other.most_owed)
         # What it gets of its own share was not granted past it.
         tier.owed = max(0.0, tier.owed - (1.0 - tier.rule.share) * entry.cost)
         self.discard(entry)

@@ -27,7 +27,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from deployments.admission.order import Entry, FairOrder
-from deployments.admission.tiers import TierTable
+from deployments.admission.tiers import TierRule, TierTable
 from deployments.explain.queueing import Arrival, QueueFacts, Standing, top
 from deployments.link.messages import Acquire, Grant, Report
 from engine.errors import ConfigError, EngineError, Overloaded, RequestError
@@ -38,7 +38,8 @@ class QueueLimits:
     """What an operator bounds."""
 
     max_waiting: int = 1024
-    """Entries that may wait at once; one more is refused with `queue_full`."""
+    """Entries that may wait at once; one more, or one that it displaces (`FairOrder.displaced`), is
+    refused with `queue_full`."""
 
     max_wait_s: float = 60.0
     """Longest wait of any entry, whatever its tier allows; then `queue_timeout`."""
@@ -202,7 +203,8 @@ class AdmissionQueue:
 
     Every `acquire` is answered exactly once, by `Granted` or `Refused`, unless its gateway
     abandoned it or was lost. An entry that does not fit yet lets nobody pass who is not more
-    urgent, so a request for many choices cannot starve behind requests for few.
+    urgent, so a request for many choices cannot starve behind requests for few; and once its tier
+    is owed all that it can be, nobody but into slots reserved for them.
     """
 
     def __init__(
@@ -274,18 +276,19 @@ class AdmissionQueue:
             raise ValueError(f"ticket {acquire.ticket} of {gateway_id!r} asks for n={acquire.n}")
         actions = self._serve(now)
         waiter = self._enter(gateway_id, acquire, now)
-        if len(self._waiters) >= self._limits.max_waiting and not self._fits_at_once(waiter):
-            retry_s = self._estimate_s(len(self._waiters))
-            error = Overloaded(
-                f"{len(self._waiters)} requests wait for this model, the limit is "
-                f"{self._limits.max_waiting}: try again in {retry_s:.0f} s",
-                code="queue_full",
-                retry_after_s=retry_s,
-            )
-            return [*actions, Refused(gateway_id, acquire.ticket, error)]
+        most, displaced = self._limits.max_waiting, None
+        # What was admitted before is bounded by the slots there were: it always finds a place.
+        if len(self._waiters) >= most and not waiter.resumed and not self._fits_at_once(waiter):
+            displaced = self._order.displaced(waiter, most)
+            if displaced is None:
+                return [*actions, self._no_place(waiter)]
         hopeless = self._hopeless(waiter, now)
         if hopeless is not None:
             return [*actions, Refused(gateway_id, acquire.ticket, hopeless)]
+        if displaced is not None:
+            assert isinstance(displaced, _Waiter)
+            actions.append(self._no_place(displaced))
+            self._leave(displaced)
         self._waiters[gateway_id, acquire.ticket] = waiter
         self._order.push(waiter)
         self._alarms.push(waiter.deadline, waiter)
@@ -408,10 +411,13 @@ class AdmissionQueue:
         while progress and self._waiters:
             progress = False
             blocked: int | None = None
+            held = False
             for entry in self._order.candidates():
                 assert isinstance(entry, _Waiter)
                 rank = entry.rule.rank
                 if blocked is not None and rank >= blocked:
+                    continue
+                if held and self._unused(entry.rule) < entry.acquire.n:
                     continue
                 if entry.acquire.n > most:
                     self._leave(entry)
@@ -423,6 +429,8 @@ class AdmissionQueue:
                     actions.append(self._grant(entry, replica, now))
                     progress = True
                     break
+                # Those above would take the room of what is overdue for ever, a slot at a time.
+                held = held or self._order.overdue(entry)
                 blocked = rank if blocked is None else min(blocked, rank)
 
     def _place_for(self, waiter: _Waiter, usable: list[_Replica]) -> _Replica | None:
@@ -430,7 +438,7 @@ class AdmissionQueue:
         rank, n, tokens = waiter.rule.rank, waiter.acquire.n, waiter.tokens
         if not self._prefill_has_room(waiter, usable):
             return None
-        reserved = self._reserved_above(rank)
+        reserved = self._reserved_above(rank, n)
         spare = sum(r.free for r in usable) - reserved
         shares = {rule.rank: rule.share for rule in self._tiers.rules.values()}
         best: tuple[bool, int, int] | None = None
@@ -448,20 +456,27 @@ class AdmissionQueue:
                 best, chosen = order, replica
         return chosen
 
-    def _reserved_above(self, rank: int) -> int:
-        """Slots kept for tiers more urgent than this rank that they do not use now: never all."""
+    def _reserved_above(self, rank: int, n: int) -> int:
+        """Slots kept for tiers more urgent than this rank that they do not use now: never so many
+        that `n` choices would not find room when nothing else runs."""
         reserved = 0
         for rule in self._tiers.rules.values():
-            if rule.rank < rank and rule.reserved_slots:
-                used = sum(
-                    n
-                    for replica in self._replicas.values()
-                    for priority, _, n, _ in replica.report.alive
-                    if priority == rule.rank
-                )
-                used += sum(p.n for p in self._promises.values() if p.waiter.rule.rank == rule.rank)
-                reserved += max(0, rule.reserved_slots - used)
-        return min(reserved, max(0, self.num_slots - 1))
+            if rule.rank < rank:
+                reserved += self._unused(rule)
+        return min(reserved, max(0, self.num_slots - n))
+
+    def _unused(self, rule: TierRule) -> int:
+        """Of the slots that are reserved for this tier."""
+        if not rule.reserved_slots:
+            return 0
+        used = sum(
+            n
+            for replica in self._replicas.values()
+            for priority, _, n, _ in replica.report.alive
+            if priority == rule.rank
+        )
+        used += sum(p.n for p in self._promises.values() if p.waiter.rule.rank == rule.rank)
+        return max(0, rule.reserved_slots - used)
 
     def _prefill_has_room(self, waiter: _Waiter, usable: list[_Replica]) -> bool:
         replicas = max((r.report.prefill_replicas for r in usable), default=0)
@@ -514,6 +529,17 @@ class AdmissionQueue:
             code="queue_timeout",
             retry_after_s=min(max(estimate_s - wait_s, 1.0), 60.0),
         )
+
+    def _no_place(self, waiter: _Waiter) -> Refused:
+        """Too many wait already, or more urgent ones came."""
+        retry_s = self._estimate_s(len(self._waiters))
+        error = Overloaded(
+            f"{len(self._waiters)} requests wait for this model, the limit is "
+            f"{self._limits.max_waiting}: try again in {retry_s:.0f} s",
+            code="queue_full",
+            retry_after_s=retry_s,
+        )
+        return Refused(waiter.gateway_id, waiter.acquire.ticket, error)
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []

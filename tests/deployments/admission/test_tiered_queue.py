@@ -171,6 +171,89 @@ def test_a_pool_smaller_than_its_reservations_serves_everybody() -> None:
     assert pool.start(pool.ask("batch")) == ["batch"]
 
 
+def test_many_choices_find_room_although_more_is_reserved_than_there_is() -> None:
+    """Else they would wait at the head of their tier, and hold it up, until they time out."""
+    pool = Pool(3)
+    assert pool.start(pool.ask("batch", n=3)) == ["batch"]
+
+
+def test_a_flood_of_few_choices_does_not_starve_many_from_below() -> None:
+    pool = Pool(4)
+    for _ in range(4):
+        pool.start(pool.ask("fixed"))
+    pool.ask("batch", n=2)
+    turns = 0
+    while pool.queue.waiting().get("batch"):
+        pool.ask("fixed")
+        pool.end("fixed")
+        turns += 1
+        assert turns < 60, "batch starves"
+    # Four times its cost in tokens, at a share of 0.1.
+    assert turns > 40
+
+
+def test_what_is_overdue_does_not_hold_up_reserved_slots() -> None:
+    pool = Pool(4)
+    for _ in range(2):
+        pool.start(pool.ask("fixed"))
+    pool.ask("batch", n=2)
+    pool.ask("fixed")
+    while pool.end("fixed"):
+        pool.ask("fixed")
+    # One slot was freed for batch, which needs another one: `fixed` waits, `priority` does not.
+    assert pool.queue.waiting() == {"batch": 1, "fixed": 1}
+    assert pool.start(pool.ask("priority")) == ["priority"]
+
+
+def full(pool: Pool, tier: str, n: int, **fields) -> None:
+    """Fill all slots with what nobody outranks, and the queue with `n` entries."""
+    for _ in range(pool.slots):
+        pool.start(pool.ask("priority"))
+    for _ in range(n):
+        assert pool.ask(tier, **fields) == []
+
+
+def test_a_full_queue_of_batch_does_not_lock_urgent_requests_out() -> None:
+    pool = Pool(2, max_waiting=20)
+    full(pool, "batch", 20)
+    for urgent in range(18):
+        [refused] = pool.ask("default")
+        assert isinstance(refused, Refused)
+        assert refused.ticket == 22 - urgent, "the last of batch makes way first"
+        assert isinstance(refused.error, Overloaded)
+        assert refused.error.code == "queue_full"
+    # A tenth of the places are batch's own, and the next one of `default` has to go.
+    [refused] = pool.ask("default")
+    assert pool.tier_of[refused.ticket] == "default"
+    assert pool.queue.waiting() == {"batch": 2, "default": 18}
+
+
+def test_a_full_queue_has_places_for_the_share_of_tiers_below() -> None:
+    pool = Pool(2, max_waiting=20)
+    full(pool, "fixed", 20)
+    assert [pool.tier_of[a.ticket] for _ in range(3) for a in pool.ask("batch")] == [
+        "fixed",
+        "fixed",
+        "batch",
+    ]
+    assert pool.queue.waiting() == {"fixed": 18, "batch": 2}
+
+
+def test_a_tenant_that_fills_the_queue_makes_way_for_others_of_its_tier() -> None:
+    pool = Pool(2, max_waiting=8)
+    full(pool, "default", 8, tenant="flood")
+    refused = [pool.ask("default", tenant="polite")[0].ticket for _ in range(5)]
+    # Down to an even split: the fifth of the polite one finds no place.
+    assert refused == [10, 9, 8, 7, 15]
+
+
+def test_what_was_admitted_before_finds_a_place_in_a_full_queue() -> None:
+    pool = Pool(2, max_waiting=3)
+    full(pool, "default", 3)
+    assert pool.ask("batch", resumed=True) == []
+    assert pool.queue.waiting() == {"default": 3, "batch": 1}
+
+
 def test_who_would_wait_in_vain_is_told_at_once_with_the_estimate() -> None:
     pool = Pool(1)
     pool.start(pool.ask("default"))
