@@ -7,6 +7,7 @@ deployment's `logging_config` says otherwise. Elsewhere (tests, the command) not
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -21,6 +22,7 @@ REQUESTS = "ray.serve.tailrace"
 """Below Serve's logger, so that its handlers get the lines."""
 
 MAX_PROMPT_BYTES = 65_536
+GATHER_S = 0.1
 
 
 class _ToServe(logging.Handler):
@@ -112,27 +114,52 @@ class _Whole(logging.Formatter):
 
 
 class RequestLines:
-    """Writes the lines: JSON objects into Serve's file, whatever encoding that has."""
+    """Writes the lines: JSON objects into Serve's file, whatever encoding that has.
+
+    Where a loop runs they are gathered for `GATHER_S`: a record of the logging package, and the
+    handlers that it passes, cost several times what a line does.
+    """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(REQUESTS)
+        self._gathered: list[str] = []
+        self._due: asyncio.TimerHandle | None = None
 
     def write(self, record: RequestRecord, prompt: bytes | None = None) -> None:
         """Never raises: a line that cannot be written must not cost the answer."""
-        logger = self._logger
         try:
-            if not logger.isEnabledFor(logging.INFO):
+            if not self._logger.isEnabledFor(logging.INFO):
                 return
-            _prepare(logger)
             head = {"timestamp_ns": time.time_ns(), "levelname": "INFO", "message": "request"}
-            line = _Line(orjson.dumps(head | request_line(record, prompt)).decode())
-            logger.handle(_record(logger.name, line))
+            self._gathered.append(orjson.dumps(head | request_line(record, prompt)).decode())
         except Exception:
             logging.getLogger(__name__).exception("the line of a request could not be written")
+            return
+        if self._due is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                self.flush()
+            else:
+                self._due = loop.call_later(GATHER_S, self.flush)
+
+    def flush(self) -> None:
+        """Write what was gathered. Never raises. Call at the end of the process."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        lines, self._gathered = self._gathered, []
+        try:
+            # Only Serve's file is known to take several lines in one record.
+            for line in ["\n".join(lines)] if _prepare(self._logger) and lines else lines:
+                self._logger.handle(_record(self._logger.name, _Line(line)))
+        except Exception:
+            logging.getLogger(__name__).exception("the lines of requests could not be written")
 
 
 _BLANK = logging.LogRecord(REQUESTS, logging.INFO, __file__, 0, "", None, None)
 _BLANK.skip_context_filter = True  # of Serve's filters, which look up the context
+_BLANK.log_to_stderr = False  # where Serve would format it once more
 
 
 def _record(name: str, line: _Line) -> logging.LogRecord:
@@ -143,16 +170,21 @@ def _record(name: str, line: _Line) -> logging.LogRecord:
     return made
 
 
-def _prepare(logger: logging.Logger) -> None:
-    """Have the files that this logger's lines reach take whole ones. Serve replaces its handlers
-    when it is configured anew."""
+def _prepare(logger: logging.Logger) -> bool:
+    """Have the files that this logger's lines reach take whole ones; False if it reaches none.
+    Serve replaces its handlers when it is configured anew."""
+    found = False
     seen: logging.Logger | None = logger
     while seen is not None:
         for handler in seen.handlers:
             target: logging.Handler | None = getattr(handler, "target", None)
-            if target is not None and type(target.formatter) is not _Whole:
+            if target is None:
+                continue
+            found = True
+            if type(target.formatter) is not _Whole:
                 target.setFormatter(_Whole(target.formatter or logging.Formatter()))
         seen = seen.parent if seen.propagate else None
+    return found
 
 
 def _ms(seconds: float) -> float:

@@ -88,6 +88,7 @@ class GatewayProcess:
 
     async def close(self) -> None:
         ingress.open_door(None)
+        self.state.lines.flush()
         if self._reporter is not None:
             self._reporter.cancel()
         await self.state.close()

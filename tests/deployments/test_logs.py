@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ from uuid import uuid4
 import pytest
 from ray._common.formatters import JSONFormatter
 
+from deployments import logs
 from deployments.explain.request import ExternalSpan, Leg, Note, RequestRecord
 from deployments.logs import MAX_PROMPT_BYTES, RequestLines, adopt_serve, request_line, tenant_of
 
@@ -143,6 +145,30 @@ def test_in_serves_file_a_line_is_one_json_object_whatever_the_encoding(
     logger.info("and others go on as they were")
     assert out.getvalue().count("\n") == 2
     assert "and others go on as they were" in out.getvalue()
+
+
+async def test_lines_of_a_moment_reach_serves_file_in_one_write(
+    lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "GATHER_S", 0.01)
+    logger, _ = lines(logging.Formatter())
+    (stream,) = logger.handlers
+    written: list[str] = []
+    monkeypatch.setattr(stream, "emit", lambda made: written.append(stream.format(made)))
+    logger.handlers = [MemoryHandler(1, target=stream)]
+    writer = RequestLines(logger)
+    for i in range(3):
+        writer.write(record(request_id=f"req_{i}"))
+    assert written == []
+    while not written:
+        await asyncio.sleep(0.005)
+    (text,) = written
+    assert [json.loads(line)["request_id"] for line in text.split("\n")] == [
+        *("req_0", "req_1", "req_2"),
+    ]
+    writer.write(record(request_id="last"))
+    writer.flush()
+    assert json.loads(written[1])["request_id"] == "last"
 
 
 def test_elsewhere_the_message_is_the_json_object(lines: Any) -> None:
