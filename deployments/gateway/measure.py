@@ -2,7 +2,9 @@
 
 Aggregated per drain of a stream, never per token. Time per output token is that of `vllm bench`,
 (duration - ttft) / (tokens - 1). Inter-token latency is the gap between two writes, spread over the
-tokens of the second. What a request is judged by is said in `engine.metrics` and decided in `slo`.
+tokens of the second and counted once for each of them: the histogram's sum over its count is time
+over tokens, as load generators mean it, however tokens were gathered into writes. What a request is
+judged by is said in `engine.metrics` and decided in `slo`.
 """
 
 from __future__ import annotations
@@ -220,23 +222,34 @@ def ending_of(status: int) -> Ending:
 
 
 class Pace:
-    """Inter-token latency of one request's streams, one observation a write."""
+    """Inter-token latency of one request's streams, taken once a write."""
 
     def __init__(self, itl: Histogram) -> None:
         self._itl = itl
         self._last_s: dict[int, float] = {}
+        self._held: dict[int, int] = {}
+
+    def hold(self, prompt: int, events: Sequence[StreamEvent]) -> None:
+        """Tokens without text yet: they go out with the next write."""
+        self._held[prompt] = self._held.get(prompt, 0) + _steps(events)
 
     def count(self, prompt: int, events: Sequence[StreamEvent], now_s: float) -> None:
-        if len(events) == 1:
-            steps = len(events[0].token_ids)
-        else:
-            # Choices run side by side: the step count is that of the one that moved most.
-            tokens: dict[int, int] = {}
-            for event in events:
-                tokens[event.choice] = tokens.get(event.choice, 0) + len(event.token_ids)
-            steps = max(tokens.values(), default=0)
+        """A write that ended at `now_s`."""
+        steps = _steps(events)
+        if self._held:
+            steps += self._held.pop(prompt, 0)
         if steps:
             last_s = self._last_s.get(prompt)
             self._last_s[prompt] = now_s
             if last_s is not None:
-                self._itl.observe((now_s - last_s) / steps)
+                self._itl.observe((now_s - last_s) / steps, steps)
+
+
+def _steps(events: Sequence[StreamEvent]) -> int:
+    """Tokens of the choice that moved most: choices run side by side."""
+    if len(events) == 1:
+        return len(events[0].token_ids)
+    tokens: dict[int, int] = {}
+    for event in events:
+        tokens[event.choice] = tokens.get(event.choice, 0) + len(event.token_ids)
+    return max(tokens.values(), default=0)

@@ -344,6 +344,7 @@ class Generation:
             body += writer.close()
             self._complete = True
         elif not body:
+            self._pace.hold(prompt, events)
             return
         if not self.started:
             # Not before there is something to send: until then an error still has its status.

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.gateway.measure import ending_of
+from deployments.gateway.measure import Pace, ending_of
 from deployments.gateway.slo import Ending
+from deployments.link.messages import StreamEvent
+from deployments.metrics import Histogram
 from engine.errors import Overloaded
 
 PATH = "/v1/chat/completions"
@@ -139,3 +141,20 @@ async def test_a_tier_without_targets_is_not_judged(gateway: Any) -> None:
 )
 def test_the_status_says_whose_fault_it_was(status: int, ending: Ending) -> None:
     assert ending_of(status) is ending
+
+
+def test_the_mean_of_the_gaps_is_time_over_tokens_however_they_were_gathered_into_writes():
+    itl = Histogram((0.01, 0.1))
+    pace = Pace(itl)
+
+    def tokens(count: int) -> list[StreamEvent]:
+        return [StreamEvent(1, 0, "x" * count, range(count))]
+
+    pace.count(0, tokens(1), 10.0)
+    pace.count(0, tokens(1), 10.5)
+    pace.count(0, tokens(3), 10.6)
+    pace.hold(0, tokens(2))  # half a character
+    pace.count(0, tokens(1), 11.6)
+    # 1.6 s for the seven tokens behind the first, as a load generator counts that.
+    assert (itl.count, itl.sum) == (7, pytest.approx(1.6))
+    assert itl.counts == [0, 3, 4]
