@@ -408,6 +408,18 @@ _DECLARED = (
         ("model", "reason"),
         "Requests that the queue refused, by error code.",
     ),
+    _counter(
+        "tailrace_degradations_total",
+        ("model", "tier", "action"),
+        "Requests that got less than they asked for while their tier waited too long: shorten, "
+        "drop_extras, model, defer or shed.",
+    ),
+    _counter(
+        "tailrace_limit_denials_total",
+        ("scope", "kind"),
+        "Requests refused by a limit of their tenant or key (scope): requests, tokens, retries or "
+        "concurrency.",
+    ),
     _seconds(
         "tailrace_queue_duration_seconds",
         ("model", "tier", "outcome"),

@@ -124,6 +124,33 @@ _WAITS = Row(
             ),
         ),
         Panel(
+            title="Degraded requests",
+            look="stacked",
+            unit="reqps",
+            description="Requests that got less than they asked for, by step of the tier's ladder. "
+            "More than a passing burst: the tier is too small for its load; add replicas, or give "
+            "it a larger share.",
+            queries=(
+                Query(
+                    rate("tailrace_degradations_total", REQUESTS, "tier, action"),
+                    "{{tier}} {{action}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Refused by limits",
+            look="stacked",
+            unit="reqps",
+            description="Requests beyond what their tenant or key may take. One kind that never "
+            "rests: a client that ignores retry-after, or a limit that is too low for honest use.",
+            queries=(
+                Query(
+                    rate("tailrace_limit_denials_total", 'job=~"$job"', "scope, kind"),
+                    "{{scope}} {{kind}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Refused by decode replicas",
             look="stacked",
             unit="reqps",

@@ -80,14 +80,30 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 _BEHIND_THE_DOOR = AssertionError("`FrontDoor` answers this before any router")
 
 
-async def _chat(backend: Backend, config: GatewayConfig, identity: Identity, body: bytes) -> Plan:
-    return await prepare_chat(backend, config, identity, parse(ChatRequest, body))
+async def _chat(
+    backend: Backend,
+    config: GatewayConfig,
+    identity: Identity,
+    body: bytes,
+    model: str | None = None,
+) -> Plan:
+    asked = parse(ChatRequest, body)
+    if model is not None:
+        asked.model = model
+    return await prepare_chat(backend, config, identity, asked)
 
 
 async def _completion(
-    backend: Backend, config: GatewayConfig, identity: Identity, body: bytes
+    backend: Backend,
+    config: GatewayConfig,
+    identity: Identity,
+    body: bytes,
+    model: str | None = None,
 ) -> Plan:
-    return await prepare_completion(backend, config, identity, parse(CompletionRequest, body))
+    asked = parse(CompletionRequest, body)
+    if model is not None:
+        asked.model = model
+    return await prepare_completion(backend, config, identity, asked)
 
 
 def generations(get_state: Callable[[], GatewayState]) -> Posts:

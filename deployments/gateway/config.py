@@ -175,6 +175,14 @@ class GatewayConfig(_Strict):
     @model_validator(mode="after")
     def _tiers_and_keys_fit(self) -> GatewayConfig:
         check_tiers(self.tiers)
+        models = {name for route in self.models for name in (route.name, *route.aliases)}
+        for name, tier in self.tiers.items():
+            for step in tier.ladder:
+                if step.model is not None and step.model not in models:
+                    raise ValueError(
+                        f"tiers.{name}.ladder: there is no model {step.model!r}; models are: "
+                        f"{', '.join(sorted(models)) or 'none'}"
+                    )
         owners = [(f"key {key.id!r}", key.tiers) for key in self.directory.keys]
         owners += [(f"tenant {name!r}", tenant.tiers) for name, tenant in self.tenants.items()]
         for owner, tiers in owners:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deployments.gateway.config import GatewayConfig
+from deployments.gateway.degradation import ACTIONS, Action
 from deployments.gateway.dispatch import Placements, ReplicaDirectory
+from deployments.gateway.limits.store import KINDS, Kind
 from deployments.metrics import Registry
 from deployments.process_figures import ProcessFigures
 from deployments.replica_metrics import raise_to
@@ -48,6 +50,12 @@ class ClusterFigures:
 
         self._models: set[str] = set()
         self._tiers: set[str] = set()
+        self.degraded: Mapping[tuple[str, str, Action], int] = {}
+        """Of `degradation.Pressures`."""
+
+        self.denied: Mapping[tuple[str, Kind], int] = {}
+        """Of `limits.quotas.Quotas`."""
+
         self._revision = registry.gauge("tailrace_config_revision")
         self._process = ProcessFigures(registry, "gateway")
 
@@ -63,6 +71,7 @@ class ClusterFigures:
         self._revision.set(config.revision)
         self._sample_targets(config)
         self._process.sample()
+        self._sample_degradation(config)
         names = {route.app: route.name for route in config.models}
         for replica, seen in list(self._seen.items()):
             if now - seen.at_s > SILENT_AFTER_S:
@@ -92,6 +101,29 @@ class ClusterFigures:
             else:
                 registry.gauge("tailrace_slo_objective_ratio", tier=tier).set(targets.objective)
         self._tiers = set(config.tiers)
+
+    def _sample_degradation(self, config: GatewayConfig) -> None:
+        """From the first moment on with zeros: a rate needs a start."""
+        for route in config.models:
+            for tier in config.tiers:
+                for action in ACTIONS:
+                    raise_to(
+                        self._registry.counter(
+                            "tailrace_degradations_total",
+                            model=route.name,
+                            tier=tier,
+                            action=action,
+                        ),
+                        self.degraded.get((route.name, tier, action), 0),
+                    )
+        totals = {(scope, kind): 0 for scope in ("tenant", "key") for kind in KINDS}
+        for (owner, kind), count in self.denied.items():
+            totals[owner.partition(":")[0], kind] += count
+        for (scope, kind), count in totals.items():
+            raise_to(
+                self._registry.counter("tailrace_limit_denials_total", scope=scope, kind=kind),
+                count,
+            )
 
     def _sample_client(self, model: str, client: Client) -> None:
         registry, placements = self._registry, client.placements

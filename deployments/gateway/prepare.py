@@ -22,7 +22,7 @@ from deployments.gateway.schemas import (
     Tool,
 )
 from deployments.gateway.spans import Extension
-from deployments.gateway.tiers import served_tier
+from deployments.gateway.tiers import Tier, served_tier
 from engine.errors import RequestError
 from engine.request import Request, SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -71,6 +71,22 @@ class Plan:
     extension: Extension | None = None
     """What the client told beside OpenAI's fields."""
 
+    def at_tier(self, name: str, tier: Tier) -> Plan:
+        """The same, served at another tier."""
+        promise = _promise(tier)
+        return replace(
+            self, tier=name, requests=tuple([replace(r, **promise) for r in self.requests])
+        )
+
+    def shortened(self, max_tokens: int) -> Plan:
+        """The same with outputs of at most `max_tokens`."""
+        return replace(self, requests=tuple([_cut(r, max_tokens) for r in self.requests]))
+
+    def without_extras(self) -> Plan:
+        """The same with one choice and without log-probabilities."""
+        requests = [replace(r, params=replace(r.params, logprobs=None)) for r in self.requests]
+        return replace(self, n=1, requests=tuple(requests))
+
     @property
     def num_choices(self) -> int:
         return self.n * len(self.requests)
@@ -88,6 +104,23 @@ class Plan:
         """Prompt and all the output it may get."""
         outputs = sum(request.params.max_tokens for request in self.requests)
         return self.prompt_tokens + self.n * outputs
+
+
+def _promise(tier: Tier) -> dict[str, Any]:
+    """What the engines must know of a tier."""
+    return {
+        "priority": tier.rank,
+        "itl_target_ms": None if tier.itl_s is None else max(1, round(1000 * tier.itl_s)),
+        "preemptible": tier.preemptible,
+    }
+
+
+def _cut(request: Request, max_tokens: int) -> Request:
+    params = request.params
+    if params.max_tokens <= max_tokens:
+        return request
+    least = min(params.min_tokens, max_tokens)
+    return replace(request, params=replace(params, max_tokens=max_tokens, min_tokens=least))
 
 
 async def prepare_chat(
@@ -246,7 +279,7 @@ def _plan(
     echo: tuple[str, ...] | None = None,
 ) -> Plan:
     name = served_tier(body.service_tier, config.tiers, identity.tiers)
-    tier = config.tiers[name]
+    promise = _promise(config.tiers[name])
     vocab_size = info.text.tokenizer.vocab_size
     for prompt in prompts:
         _check_ids(prompt_field, prompt, vocab_size)
@@ -287,10 +320,8 @@ def _plan(
                 request_id=request_id,
                 prompt_ids=tuple(prompt),
                 params=own,
-                priority=tier.rank,
                 salt=identity.salt,
-                itl_target_ms=None if tier.itl_s is None else max(1, round(1000 * tier.itl_s)),
-                preemptible=tier.preemptible,
+                **promise,
             )
         )
     return Plan(

@@ -70,6 +70,8 @@ class GatewayProcess:
         self._request_log = RequestLog(secret, own_id)
         _state = self.state = GatewayState(self.models, self.registry)
         self.state.explainer.gateway = own_id
+        self._figures.degraded = self.state.pressures.done
+        self._figures.denied = self.state.quotas.denials
         spare_startup()
         if straight_in:
             ingress.open_door(edge.straight_in(generations(get_state)))

@@ -92,6 +92,9 @@ class Extension(_Strict):
     explain: bool = False
     """Send the explanation with the answer."""
 
+    optional: bool = False
+    """The client can do without this answer: a tier that drops extras refuses it."""
+
 
 _LIST: TypeAdapter[tuple[Span, ...]] = TypeAdapter(Spans)
 

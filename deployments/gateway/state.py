@@ -14,6 +14,7 @@ from typing import Any
 from deployments.explain.request import RequestRecord
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
+from deployments.gateway.degradation import Pressures
 from deployments.gateway.events import EventLog
 from deployments.gateway.explain import Explainer, JournalSource
 from deployments.gateway.identity.config import Directory
@@ -47,6 +48,7 @@ class GatewayState:
     """None where nobody gave it a file."""
 
     quotas: Quotas = field(default_factory=Quotas)
+    pressures: Pressures = field(default_factory=Pressures)
     keys: KeySource = field(default_factory=lambda: KeySource(Directory(), None))
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deployments.admission.tiers import TierRule
+from deployments.gateway.degradation import Step, check_ladder
 from engine.errors import RequestError
 
 DEFAULT_TIER = "default"
@@ -74,6 +75,18 @@ class Tier(Targets):
 
     preemptible: bool = True
     """Its running requests make way for more urgent ones, and come back later."""
+
+    ladder: tuple[Step, ...] = ()
+    """What it gives up while its requests wait too long, most bearable first."""
+
+    @model_validator(mode="after")
+    def _ladder_holds(self) -> Tier:
+        check_ladder(self.ladder)
+        if self.ladder and self.queue_s is None:
+            raise ValueError(
+                "ladder: pressure is the wait over queue_s, so it needs queue_s; set it"
+            )
+        return self
 
     def rule(self, name: str) -> TierRule:
         """What the admission queue goes by."""
@@ -133,6 +146,13 @@ def check_tiers(tiers: Mapping[str, Tier]) -> None:
     taken = sorted({"auto", "scale", "fast"} & tiers.keys())
     if taken:
         raise ValueError(f"tiers: {taken[0]!r} has another meaning in service_tier; rename it")
+    for name, tier in tiers.items():
+        for step in tier.ladder:
+            if step.tier is not None and (step.tier not in tiers or step.tier == name):
+                raise ValueError(
+                    f"tiers.{name}.ladder: there is no tier {step.tier!r} to defer to; tiers are: "
+                    f"{', '.join(tiers)}"
+                )
     shares = sum(tier.share for tier in tiers.values())
     if shares > 1 + 1e-9:
         raise ValueError(f"tiers: the shares add up to {shares:g}; at most 1 can be given away")

@@ -17,14 +17,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from deployments.explain.request import RequestRecord
+from deployments.explain.request import Note, RequestRecord
 from deployments.gateway.backend import Backend, Place, Stream
 from deployments.gateway.config import GatewayConfig
+from deployments.gateway.degradation import Action, Waits
 from deployments.gateway.edge import ClientGone, call_of, read_body, send_failure
 from deployments.gateway.errors import Failure, TimedOut, describe
 from deployments.gateway.events import (
@@ -57,8 +58,22 @@ from deployments.gateway.sse import EventWriter
 from deployments.gateway.state import GatewayState
 from deployments.link.messages import StreamEvent
 from deployments.tracing import traceparent
+from engine.errors import Overloaded, RequestError
 
-Prepare = Callable[[Backend, GatewayConfig, Identity, bytes], Awaitable[Plan]]
+
+class Prepare(Protocol):
+    """Makes the plan of a body. `model` answers instead of the one that the body names."""
+
+    def __call__(
+        self,
+        backend: Backend,
+        config: GatewayConfig,
+        identity: Identity,
+        body: bytes,
+        model: str | None = None,
+    ) -> Awaitable[Plan]: ...
+
+
 Events = AsyncGenerator[tuple[int, list[StreamEvent]], None]
 """`(prompt, its events)`."""
 
@@ -115,6 +130,10 @@ class Generation:
         self._body: bytes | None = None
         """What the client sent, where prompts are logged."""
 
+        self._waits: Waits | None = None
+        """Where the wait for a grant is noted, if its tier has a ladder."""
+
+        self._told_degraded: tuple[tuple[bytes, bytes], ...] = ()
         self._quota: Quota | None = None
         """What it holds of its owners' limits."""
 
@@ -193,6 +212,8 @@ class Generation:
             self._body = body
         self._watch = self._loop.create_task(self._watch_client(receive))
         plan = await self._prepare(state.backend, self._config, identity, body)
+        if self._config.tiers[plan.tier].ladder:
+            plan = await self._degrade(plan, identity, body)
         self._plan, self._tally = plan, Tally(plan)
         now_s = time.monotonic()
         self._marks.append(("queue", now_s))
@@ -250,6 +271,53 @@ class Generation:
             await self._follow(plan, self._collect)
             await self._answer(self._tally)
 
+    async def _degrade(self, plan: Plan, identity: Identity, body: bytes) -> Plan:
+        """Give up what the tier's ladder says at the pressure of now. Raises Overloaded to shed."""
+        state, name, tier = self._state, plan.tier, self._config.tiers[plan.tier]
+        model, now_s = plan.info.name, time.monotonic()
+        self._waits, ladder = state.pressures.of(model, name)
+        wait_s = self._waits.seconds(now_s)
+        pressure = wait_s / (tier.queue_s or math.inf)
+        steps = ladder.steps(tier.ladder, pressure, now_s)
+        if not steps:
+            return plan
+
+        def did(action: Action) -> None:
+            state.pressures.count(model, name, action)
+            detail = {"action": action, "pressure": round(pressure, 2)}
+            self._record.notes.append(Note(time.monotonic(), "degraded", detail))
+
+        for step in steps:
+            optional = plan.extension is not None and plan.extension.optional
+            if step.action == "shed" or (step.action == "drop_extras" and optional):
+                did("shed")
+                raise _shed(wait_s)
+        done: list[str] = []
+        # The model first: its plan is a new one, and the other steps change that.
+        for step in sorted(steps, key=lambda step: step.action != "model"):
+            before = plan
+            if step.model is not None:
+                # Where it does not fit, or nobody serves it, this is as good as it gets.
+                with contextlib.suppress(RequestError, Overloaded):
+                    smaller = self._config.canonical(step.model)
+                    if smaller != plan.info.name:
+                        plan = await self._prepare(
+                            state.backend, self._config, identity, body, smaller
+                        )
+            elif step.max_tokens is not None:
+                if max(r.params.max_tokens for r in plan.requests) > step.max_tokens:
+                    plan = plan.shortened(step.max_tokens)
+            elif step.tier is not None:
+                plan = plan.at_tier(step.tier, self._config.tiers[step.tier])
+            elif plan.n > 1 or plan.logprobs:
+                plan = plan.without_extras()
+            if plan is not before:
+                did(step.action)
+                done.append(step.action)
+        if done:
+            self._told_degraded = ((b"x-tailrace-degraded", ", ".join(done).encode()),)
+        return plan
+
     async def _follow(self, plan: Plan, take: Take) -> None:
         """Hand on the events of all prompts as they come; close every stream."""
         if len(plan.requests) > 1:
@@ -294,15 +362,20 @@ class Generation:
             await stream.aclose()
 
     async def _open(self, plan: Plan, prompt: int) -> Stream:
-        remaining_s = max(0.0, self._deadline_s - time.monotonic())
-        stream = await self._state.backend.open(
-            plan.info.name,
-            plan.requests[prompt],
-            n=plan.n,
-            remaining_s=remaining_s,
-            journal=self._record.prompt(prompt),
-            place=self._place,
-        )
+        began_s, waits = time.monotonic(), self._waits
+        ticket = None if waits is None else waits.began(began_s)
+        try:
+            stream = await self._state.backend.open(
+                plan.info.name,
+                plan.requests[prompt],
+                n=plan.n,
+                remaining_s=max(0.0, self._deadline_s - began_s),
+                journal=self._record.prompt(prompt),
+                place=self._place,
+            )
+        finally:
+            if waits is not None and ticket is not None:
+                waits.ended(ticket, time.monotonic())
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
         return stream
@@ -430,6 +503,7 @@ class Generation:
         headers = [(b"server-timing", self._server_timing())]
         if self._quota is not None:
             headers += self._quota.headers
+        headers += self._told_degraded
         if self._record.trace is not None:
             headers.append((b"traceparent", traceparent(self._record.trace)))
         return headers
@@ -623,6 +697,15 @@ def _seconds(value: bytes) -> float | None:
     if not math.isfinite(seconds) or seconds <= 0:
         return None
     return seconds - min(HEADROOM * seconds, 0.1)
+
+
+def _shed(wait_s: float) -> Overloaded:
+    return Overloaded(
+        f"requests of this tier wait {wait_s:.1f} s for a slot, and it sheds load until that is "
+        "shorter: try again later",
+        code="slow_down",
+        retry_after_s=min(max(wait_s, 1.0), 60.0),
+    )
 
 
 def _is_retry(headers: Mapping[bytes, bytes]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deployments.background import background
 from deployments.gateway.limits.redis import LEASE_S, RedisStore
-from deployments.gateway.limits.store import Claim, Denied, LimitStore, MemoryStore, Taken
+from deployments.gateway.limits.store import Claim, Denied, Kind, LimitStore, MemoryStore, Taken
 from deployments.gateway.limits.window import Standing
 from engine.errors import Overloaded
 
@@ -49,7 +49,7 @@ class Quotas:
         self._held: dict[str, Taken] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
-        self.denials: dict[tuple[str, str], int] = {}
+        self.denials: dict[tuple[str, Kind], int] = {}
         """By owner and kind."""
 
     async def configure(self, url: str | None) -> None:

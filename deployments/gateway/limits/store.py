@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from deployments.gateway.limits.window import SlidingWindow, Standing
 
 Kind = Literal["requests", "tokens", "retries", "concurrency"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 IDLE_LOOK_S = 300.0
 
