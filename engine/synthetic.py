@@ -1,5 +1,8 @@
 """An engine without a model: every running request gets one token a tick.
 
+As in the real one the most urgent run, and the others wait: with `max_running_requests` under way,
+an urgent one takes the place of the least urgent at the next tick, which goes on later.
+
 It prices everything around the engine (`tailrace bench overhead`): gateway, admission, link,
 frames, text. It has no KV and cannot prefill for others.
 """
@@ -23,10 +26,16 @@ _TOKENS = tuple(SampledToken(byte) for byte in b"the quick brown fox jumps over 
 
 @dataclass(slots=True)
 class _Running:
+    order: tuple[int, int]
+    """Priority, and running number for those of the same."""
+
+    preemptible: bool
     text: TextStream
     max_tokens: int
     done: int = 0
     paused: bool = False
+    active: bool = False
+    """It has a slot."""
 
 
 @dataclass(slots=True)
@@ -41,18 +50,28 @@ class SyntheticEngine:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _work: threading.Event = field(default_factory=threading.Event)
     _next_tick: float = 0.0
+    _arrivals: int = 0
+    _preemptions: int = 0
 
     def submit(
         self, request: Request, *, remote: bool = False, hold_s: float | None = None
     ) -> Reservation | None:
-        """Raises Overloaded at `max_running_requests`."""
-        limit = self.config.scheduler.max_running_requests
+        """Raises Overloaded when `max_waiting_requests` wait."""
+        limits = self.config.scheduler
         with self._lock:
-            if len(self._running) >= limit:
-                raise Overloaded(f"{limit} requests are running: try again", code="full")
-            text = TextStream(self.tokenizer, request.params)
-            left = request.params.max_tokens - len(request.output_ids)
-            self._running[request.request_id] = _Running(text, left)
+            if len(self._running) >= limits.max_running_requests + limits.max_waiting_requests:
+                raise Overloaded(
+                    f"{limits.max_running_requests} requests are running and "
+                    f"{limits.max_waiting_requests} wait: try again",
+                    code="full",
+                )
+            self._arrivals += 1
+            self._running[request.request_id] = _Running(
+                (request.priority, self._arrivals),
+                request.preemptible,
+                TextStream(self.tokenizer, request.params),
+                request.params.max_tokens - len(request.output_ids),
+            )
         self._work.set()
         return None
 
@@ -92,9 +111,15 @@ class SyntheticEngine:
         time.sleep(max(0.0, self._next_tick - now))
         outputs: list[Output] = []
         ended: list[RequestId] = []
+        preempted: tuple[RequestId, ...] = ()
         with self._lock:
+            if len(self._running) > self.config.scheduler.max_running_requests:
+                preempted = self._share_out()
+            else:
+                for running in self._running.values():
+                    running.active = True
             for request_id, running in self._running.items():
-                if running.paused:
+                if running.paused or not running.active:
                     continue
                 token = _TOKENS[running.done % len(_TOKENS)]
                 running.done += 1
@@ -108,7 +133,28 @@ class SyntheticEngine:
                 outputs.append(Output(request_id, token, text, finish, 0))
             for request_id in ended:
                 del self._running[request_id]
-        return StepOutput(outputs, [], [], len(outputs), self.tick_s)
+        step = StepOutput(outputs, [], [], len(outputs), self.tick_s)
+        step.preempted = preempted
+        return step
+
+    def _share_out(self) -> tuple[RequestId, ...]:
+        """Give free slots to the most urgent that wait, then the slots of less urgent ones, which
+        are returned."""
+        everybody = sorted(self._running.items(), key=lambda item: item[1].order)
+        waiting = [running for _, running in everybody if not running.active]
+        active = [item for item in everybody if item[1].active]
+        free = self.config.scheduler.max_running_requests - len(active)
+        for running in waiting[: max(0, free)]:
+            running.active = True
+        victims = [item for item in reversed(active) if item[1].preemptible]
+        preempted: list[RequestId] = []
+        for running, (request_id, victim) in zip(waiting[max(0, free) :], victims, strict=False):
+            if running.order[0] >= victim.order[0]:
+                break
+            running.active, victim.active = True, False
+            preempted.append(request_id)
+        self._preemptions += len(preempted)
+        return tuple(preempted)
 
     def wait(self, timeout_s: float) -> bool:
         return self._work.wait(timeout_s)
@@ -117,9 +163,12 @@ class SyntheticEngine:
         self._work.set()
 
     def stats(self) -> EngineStats:
+        with self._lock:
+            running = sum(each.active for each in self._running.values())
+            waiting = len(self._running) - running
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=0,
+            num_running=running,
+            num_waiting=waiting,
             num_waiting_remote=0,
             num_free_blocks=0,
             num_held_blocks=0,
@@ -127,7 +176,7 @@ class SyntheticEngine:
             num_leases=0,
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
-            num_preemptions=0,
+            num_preemptions=self._preemptions,
             num_leases_expired=0,
         )
 

@@ -41,6 +41,14 @@ class StreamResult:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
+    status: int | None = None
+    """Of the answer, None where none came."""
+
+    refused_s: float | None = None
+    """A whole answer came, and it was an error."""
+
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Of a refusal, in small letters; of an answer none are kept."""
 
     def content(self, text: str, now_s: float) -> None:
         self.text += text
@@ -66,6 +74,9 @@ class ResponseParser:
 
     def __init__(self) -> None:
         self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        """Names and values in small letters."""
+
         self.keep_alive = True
         self.done = False
         self._buffer = b""
@@ -95,6 +106,7 @@ class ResponseParser:
                 self._length = int(headers[b"content-length"])
         except (ValueError, KeyError) as error:
             raise ProtocolError(f"not an answer in HTTP: {head[:200]!r}") from error
+        self.headers = headers
         self.keep_alive = version == b"HTTP/1.1" and headers.get(b"connection") != b"close"
         self._buffer = rest
         return True
@@ -202,7 +214,13 @@ class Connection(asyncio.Protocol):
         if not parser.done:
             return
         self.usable = parser.keep_alive
+        self._result.status = parser.status
         if parser.status != 200:
+            self._result.refused_s = now_s
+            self._result.headers = {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in parser.headers.items()
+            }
             self._end(f"status {parser.status}: {self._result.text[:300]}")
         elif not self._events.done and self._result.error is None:
             self._end("the stream ended without [DONE]")

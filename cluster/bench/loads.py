@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,12 +52,31 @@ async def closed_loop(target: Target, asks: Sequence[Ask], concurrency: int) -> 
 async def arrivals(target: Target, asks: Sequence[Ask], over_s: float) -> list[StreamResult]:
     """Requests that start at even distances within `over_s`, all at once if that is 0."""
     await target.warm(len(asks))
+    return await at_times(target, asks, [over_s * i / len(asks) for i in range(len(asks))])
+
+
+async def at_times(
+    target: Target, asks: Sequence[Ask], times_s: Sequence[float]
+) -> list[StreamResult]:
+    """An open loop: each request at its time, whatever became of those before it."""
     loop = asyncio.get_running_loop()
     # A moment for the connections to settle; the first is as late as all the others.
     started_s = loop.time() + 0.05
 
-    async def one(i: int, ask: Ask) -> StreamResult:
-        await asyncio.sleep(started_s + over_s * i / len(asks) - loop.time())
+    async def one(ask: Ask, at_s: float) -> StreamResult:
+        await asyncio.sleep(started_s + at_s - loop.time())
         return await target.ask(ask)
 
-    return list(await asyncio.gather(*(one(i, ask) for i, ask in enumerate(asks))))
+    return list(
+        await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, times_s, strict=True)))
+    )
+
+
+def poisson_times(rate: float, over_s: float, rng: random.Random) -> list[float]:
+    """Arrivals of a Poisson process of `rate` a second within `over_s`, in order."""
+    times: list[float] = []
+    at = rng.expovariate(rate)
+    while at < over_s:
+        times.append(at)
+        at += rng.expovariate(rate)
+    return times

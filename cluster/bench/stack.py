@@ -200,18 +200,46 @@ def models_in(configs: Sequence[Mapping[str, Any]]) -> list[ServedModel]:
 def own_stack(path: Path | None, say: Say) -> Iterator[Stack]:
     """A cluster of the configuration at `path` (the packaged one) and a synthetic model.
 
-    It has a state directory and ports of its own and is gone afterwards, whatever happens.
+    Raises:
+        ConfigError, DeployFailed, ClusterError.
+    """
+    with _home() as state, _started(state, with_synthetic(configuration.load(path)), say) as stack:
+        yield stack
+
+
+@contextmanager
+def synthetic_stack(
+    say: Say, *, gateway: Mapping[str, Any], slots: int, waiting: int = 1024
+) -> Iterator[Stack]:
+    """A cluster of nothing but the synthetic model on one replica with so many slots. `gateway` is
+    the gateway's `user_config` without its models.
 
     Raises:
         ConfigError, DeployFailed, ClusterError.
     """
+    pool = {"max_running_requests": slots, "max_waiting_requests": waiting}
+    with _home() as state, _started(state, synthetic_only(gateway, pool), say) as stack:
+        yield stack
+
+
+@contextmanager
+def _home() -> Iterator[StateDir]:
+    """A state directory that is gone afterwards."""
     home = Path(tempfile.mkdtemp(prefix="tailrace-bench-"))
     state = StateDir(home)
+    # Reading a configuration imports ray, which reads these once.
+    os.environ.update(head.client_environment(state))
+    try:
+        yield state
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def _started(state: StateDir, config: configuration.ServeConfig, say: Say) -> Iterator[Stack]:
+    """It has ports of its own and is gone afterwards, whatever happens."""
     stack: Stack | None = None
     try:
-        # Reading a configuration imports ray, which reads these once.
-        os.environ.update(head.client_environment(state))
-        config = with_synthetic(configuration.load(path))
         up = session.bring_up(state, config, port=free_ports(1)[0], say=say)
         stack = Stack(up.url, state, up.record)
         yield stack
@@ -219,11 +247,28 @@ def own_stack(path: Path | None, say: Say) -> Iterator[Stack]:
         if stack is not None:
             stack.close()
         session.take_down(state)
-        shutil.rmtree(home, ignore_errors=True)
 
 
-def with_synthetic(config: configuration.ServeConfig) -> configuration.ServeConfig:
-    """The same configuration, checked again, with one more model: the synthetic engine."""
+def synthetic_only(
+    gateway: Mapping[str, Any], pool: Mapping[str, Any]
+) -> configuration.ServeConfig:
+    """The packaged configuration, checked, with the synthetic model instead of its own."""
+    config = configuration.load(None)
+    data = copy.deepcopy(config.data)
+    data["applications"] = [
+        a for a in data["applications"] if a.get("import_path") == GATEWAY_BUILDER
+    ]
+    for deployment in data["applications"][0]["deployments"]:
+        if deployment["name"] == "Gateway":
+            deployment["user_config"] = {"revision": 1, **gateway}
+    return with_synthetic(replace(config, data=data), pool)
+
+
+def with_synthetic(
+    config: configuration.ServeConfig, pool: Mapping[str, Any] | None = None
+) -> configuration.ServeConfig:
+    """The same configuration, checked again, with one more model: the synthetic engine.
+    `pool` is its `user_config`."""
     data = copy.deepcopy(config.data)
     applications = data["applications"]
     gateways = [a for a in applications if a.get("import_path") == GATEWAY_BUILDER]
@@ -261,7 +306,13 @@ def with_synthetic(config: configuration.ServeConfig) -> configuration.ServeConf
             },
             "args": args,
             "deployments": [
-                {"name": "Decode", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.5}}
+                {
+                    "name": "Decode",
+                    "num_replicas": 1,
+                    "max_ongoing_requests": 1000,
+                    "ray_actor_options": {"num_cpus": 0.5},
+                    "user_config": dict(pool or {}),
+                }
             ],
         }
     )
