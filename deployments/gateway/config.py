@@ -241,6 +241,10 @@ class GatewayConfig(_Strict):
         return model
 
 
+_SECRET = frozenset({"keys", "limits_store", "tracing"})
+"""What stands here is not repeated: a key instead of its hash, a password, a collector's token."""
+
+
 def _explain(error: ValidationError) -> str:
     lines: list[str] = []
     for detail in error.errors(include_url=False):
@@ -255,8 +259,7 @@ def _explain(error: ValidationError) -> str:
         elif detail["type"] == "missing":
             lines.append(f"user_config.{field}: missing; add it")
         else:
-            # Not what stands among the keys: it may be a key where its hash belongs.
-            value = "" if detail["loc"][0] == "keys" else f"={detail['input']!r}"[:80]
+            value = "" if detail["loc"][0] in _SECRET else f"={detail['input']!r}"[:80]
             lines.append(f"user_config.{field}{value}: {_lower(detail['msg'])}; correct it")
     return "\n".join(lines)
 

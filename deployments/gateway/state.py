@@ -63,9 +63,12 @@ class GatewayState:
     def apply(self, user_config: Mapping[str, Any] | None) -> GatewayConfig:
         """Adopt a configuration for requests to come. Raises ConfigError and changes nothing."""
         config = GatewayConfig.parse(user_config)
+        keys = self.keys
         if (config.directory, config.keys_file) != (self.config.directory, self.config.keys_file):
-            self.keys = KeySource(config.directory, config.keys_file)
+            keys = KeySource(config.directory, config.keys_file)
         self._trace(config)
+        # Nothing is refused from here on.
+        self.keys = keys
         kept = config.explain
         self.explainer.resize(recent=kept.recent, slowest=kept.slowest, keep_s=kept.keep_s)
         self.log.resize(config.event_log_size)

@@ -8,6 +8,7 @@ The `service_tier` of OpenAI's API asks, the key's rights bound it, the answer s
 | `fast`             | as `priority`: OpenAI's other name for it                           |
 | `scale`            | as `auto`: capacity bought ahead is a matter of the key's own tier  |
 | a tier's name      | that tier, or if the key may not use it, as `auto`                  |
+| anything           | 403 where the key may use none of the tiers there are               |
 | any other name     | 400 with the names there are                                        |
 """
 
@@ -119,10 +120,19 @@ def standard_tiers() -> dict[str, Tier]:
 def served_tier(asked: str | None, tiers: Collection[str], allowed: tuple[str, ...] | None) -> str:
     """The tier a request gets. `allowed`: the key's, in its order; None: all.
 
-    Raises RequestError for a name that is no tier.
+    Raises RequestError for a name that is no tier, and for a key that may use none there is.
     """
-    usable = [name for name in allowed if name in tiers] if allowed is not None else []
-    fallback = usable[0] if usable else DEFAULT_TIER
+    usable = [name for name in allowed if name in tiers] if allowed is not None else [DEFAULT_TIER]
+    if not usable:
+        # Never `default`: it may be better than everything the key was given.
+        raise RequestError(
+            f"service_tier: this API key may use none of the tiers here, which are "
+            f"{', '.join(tiers)}; ask the operator for one of them",
+            param="service_tier",
+            code="no_tier",
+            status=403,
+        )
+    fallback = usable[0]
     if asked in (None, "auto", "scale"):
         return fallback
     wanted = "priority" if asked == "fast" else asked

@@ -79,7 +79,13 @@ class Quotas:
         if isinstance(store, MemoryStore):
             taken = store.take_now(lease, claims)
         else:
-            taken = await store.take(lease, claims)
+            taking = asyncio.ensure_future(store.take(lease, claims))
+            try:
+                taken = await asyncio.shield(taking)
+            except asyncio.CancelledError:
+                # The store may count it already, whoever asked for it.
+                self._soon(_undo(store, taking))
+                raise
         if isinstance(taken, Denied):
             key = taken.claim.owner, taken.claim.kind
             self.denials[key] = self.denials.get(key, 0) + 1
@@ -117,6 +123,12 @@ class Quotas:
         task = asyncio.get_running_loop().create_task(work)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
+
+
+async def _undo(store: LimitStore, taking: asyncio.Future[Taken | Denied]) -> None:
+    taken = await taking
+    if isinstance(taken, Taken):
+        await store.give_back(taken, sum(claim.cost for claim in taken.claims))
 
 
 class Quota:

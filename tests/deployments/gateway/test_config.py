@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.events import EventLog, Submitted
+from deployments.gateway.identity.keyring import hash_key
 from deployments.gateway.state import GatewayState
 from deployments.metrics import Registry
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 
 
 def test_an_empty_user_config_is_a_whole_configuration() -> None:
@@ -39,7 +41,7 @@ def test_aliases_resolve_to_their_model_and_other_names_stay() -> None:
         ({"tiers": {"default": {"share": 0.8}, "b": {"share": 0.3}}}, ["add up to 1.1"]),
         ({"tenants": {"t": {"tiers": ["gold"]}}}, ["tenant 't'", "no tier 'gold'", "priority"]),
         ({"keys": [{"id": "k", "sha256": "tr-oops"}]}, ["user_config.keys.0", "never the key"]),
-        ({"limits_store": "memcached://x"}, ["limits_store='memcached://x'"]),
+        ({"limits_store": "memcached://x"}, ["user_config.limits_store: ", "redis"]),
         ({"admission": {"max_waiting": -1}}, ["admission.max_waiting=-1"]),
         ({"tiers": {"default": {"ttft": 1}}}, ["tiers.default.ttft", "ttft_s"]),
         ({"tiers": {"default": {"itl_s": 0}}}, ["tiers.default.itl_s=0", "greater than 0"]),
@@ -72,6 +74,38 @@ def test_a_refused_configuration_leaves_the_old_one() -> None:
     with pytest.raises(ConfigError):
         state.apply({"revision": 2, "limits": {"max_n": -2}})
     assert (state.config.revision, state.config.limits.max_n) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"limits_store": "http://user:hunter2@host"},
+        {"tracing": {"headers": {"authorization": ["hunter2"]}}},
+        {"tracing": {"endpoint": "ftp://user:hunter2@host"}},
+        {"keys": [{"id": "a", "sha256": 5, "tenant": "hunter2 "}]},
+    ],
+)
+def test_a_refusal_repeats_no_secret(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        GatewayConfig.parse(config)
+    assert "hunter2" not in str(raised.value)
+    assert f"user_config.{next(iter(config))}" in str(raised.value)
+
+
+def test_keys_of_a_refused_configuration_never_come_into_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend: Any = None
+    state = GatewayState(backend, Registry())
+    mine, theirs = ({"id": name, "sha256": hash_key(name)} for name in ("mine", "theirs"))
+    state.apply({"keys": [mine]})
+    exporter = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, exporter, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="is not installed"):
+        state.apply({"keys": [theirs], "tracing": {"endpoint": "http://collector:4318"}})
+    assert state.identify({b"authorization": b"Bearer mine"}).key_id == "mine"
+    with pytest.raises(RequestError, match="not known"):
+        state.identify({b"authorization": b"Bearer theirs"})
 
 
 def test_a_smaller_event_log_keeps_the_newest() -> None:

@@ -26,11 +26,20 @@ def body(**fields):
         ("batch", ("flex", "batch"), "batch"),
         ("priority", ("flex", "batch"), "flex"),
         ("fast", ("flex",), "flex"),
-        (None, ("gone",), "default"),
+        (None, ("gone", "batch"), "batch"),
     ],
 )
 def test_what_a_request_gets(asked, allowed, served):
     assert served_tier(asked, TIERS, allowed) == served
+
+
+@pytest.mark.parametrize("allowed", [("gone",), ()])
+@pytest.mark.parametrize("asked", [None, "auto", "default", "priority", "flex"])
+def test_a_key_whose_tiers_are_all_gone_gets_none(asked, allowed):
+    """As when a file of keys misspells `batch`, or a key and its tenant have no tier in common."""
+    with pytest.raises(RequestError, match="may use none of the tiers") as raised:
+        served_tier(asked, TIERS, allowed)
+    assert raised.value.status == 403
 
 
 def test_a_name_that_is_no_tier_is_refused_with_those_there_are():

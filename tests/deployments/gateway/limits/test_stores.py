@@ -6,6 +6,7 @@ import math
 import pytest
 from redis_server import redis_server
 
+from deployments.gateway.limits.quotas import LimitExceeded, Quotas
 from deployments.gateway.limits.redis import RedisStore
 from deployments.gateway.limits.store import Claim, Denied, MemoryStore, Taken
 
@@ -46,6 +47,29 @@ async def test_fifty_calls_at_once_cannot_take_a_token_more_than_the_limit(store
     assert denied.claim.kind == "tokens"
     assert 59 < denied.wait_s <= 62
     assert denied.standings["tenant:a:tokens"].remaining == 1000 % 70
+
+
+async def test_who_leaves_while_redis_is_asked_holds_nothing(redis):
+    quotas = Quotas()
+    await quotas.configure(redis.url)
+    claims = [at_once(1, owner="tenant:leaver"), tokens(900, owner="tenant:leaver")]
+    for i in range(20):
+        asking = asyncio.create_task(quotas.take(f"gone{i}", claims))
+        for _ in range(i):
+            await asyncio.sleep(0)
+        asking.cancel()
+        for quota in await asyncio.gather(asking, return_exceptions=True):
+            if not isinstance(quota, BaseException):
+                quota.close(900)
+    for _ in range(500):
+        try:
+            (await quotas.take("stayed", claims)).close(900)
+            break
+        except LimitExceeded:
+            await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("a place or tokens stayed taken")
+    await quotas.close()
 
 
 async def test_two_gateways_share_one_limit(redis):
