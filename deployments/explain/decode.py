@@ -253,8 +253,7 @@ def _choice(
     middle_s = median(gaps)
     least_s = max(STALL_FACTOR * middle_s, STALL_FLOOR_S)
     stalled = sorted((i for i, gap in enumerate(gaps) if gap > least_s), key=lambda i: -gaps[i])
-    own = [step for at in times[1:] if (step := steps.at(at)) is not None]
-    known = len(own) == len(gaps)
+    spent_s, mean_rows = steps.spent(times[1:]) or (None, None)
     return ChoiceFacts(
         choice=choice,
         num_tokens=len(times),
@@ -263,8 +262,8 @@ def _choice(
         mean_gap_s=(times[-1] - times[0]) / len(gaps),
         median_gap_s=middle_s,
         worst_gap_s=max(gaps),
-        step_s=sum(step.duration_s for step in own) if known else None,
-        mean_rows=sum(step.rows for step in own) / len(own) if known else None,
+        step_s=spent_s,
+        mean_rows=mean_rows,
         num_stalls=len(stalled),
         stalls=tuple(_stall(times[i], times[i + 1], record, steps) for i in stalled[:MAX_STALLS]),
     )

@@ -7,6 +7,7 @@ between, is looked up here when somebody asks.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -99,12 +100,21 @@ class StepRing:
         known = len(self)
         return self._ends[(self._count - known) % self._size] if known else None
 
-    def at(self, end_s: float) -> Step | None:
-        """The step that ended at exactly `end_s`."""
-        index = self._first_after(end_s, including=True)
-        if index < self._count and self._ends[index % self._size] == end_s:
-            return self._step(index)
-        return None
+    def spent(self, ends: Sequence[float]) -> tuple[float, float] | None:
+        """Of the steps that ended at exactly these ascending times: seconds in all, and rows on
+        average. None when there are none, or one of them is not known."""
+        if not ends:
+            return None
+        index, size, own_ends = self._first_after(ends[0], including=True), self._size, self._ends
+        seconds, rows = 0.0, 0
+        for end_s in ends:
+            while index < self._count and own_ends[index % size] < end_s:
+                index += 1
+            if index == self._count or own_ends[index % size] != end_s:
+                return None
+            seconds += self._durations[index % size]
+            rows += self._facts[index % size] >> 16 & 0xFFFF
+        return seconds, rows / len(ends)
 
     def between(self, after_s: float, until_s: float) -> list[Step]:
         """Steps that ended in `(after_s, until_s]`, oldest first."""
