@@ -28,7 +28,8 @@ def page(findings: Findings, title: str) -> str:
     out.heading("Where each side loses")
     out.paragraph(
         "Figures whose interval leaves out “no difference”: the loser's divided by the other's, "
-        "or less the other's for shares, with the interval in brackets.",
+        "or less the other's for shares, with the interval in brackets. Differences below 2 % or "
+        "one point are left out.",
         "soft",
     )
     for name in findings.sides:

@@ -32,6 +32,12 @@ Verdict = Literal["better", "worse", "same"]
 
 _MAX_ADDITIONS = 40_000_000
 
+SMALLEST_RATIO, SMALLEST_DIFFERENCE = 1.02, 0.01
+"""What differs by less is called the same, however certain it is."""
+
+_MIN_ROUNDS = 3
+"""For an interval of a figure that only whole runs have."""
+
 _LEAST_S = 1e-4
 """Latencies below it count as this much: a ratio of two that are next to nothing says nothing."""
 
@@ -49,6 +55,8 @@ class Figure:
     """Key of the latency in `definitions.LATENCIES`, for a percentile of it."""
 
     percent: float = 50.0
+    resampled: bool = True
+    """Whether requests of one run tell how far chance goes; else only rounds do."""
 
 
 def _latency(key: str, title: str, *percents: float) -> list[Figure]:
@@ -70,7 +78,13 @@ FIGURES: tuple[Figure, ...] = (
     *_latency("icl_s", "Chunk gap", 99),
     *_latency("e2e_scheduled_s", "End to end", 50, 95, 99),
     *_latency("queue_s", "Queue", 99),
-    Figure(key="output_tokens_per_s", title="Tokens out a second", better="higher", unit="1/s"),
+    Figure(
+        key="output_tokens_per_s",
+        title="Tokens out a second",
+        better="higher",
+        unit="1/s",
+        resampled=False,
+    ),
     Figure(key="goodput", title="Goodput", better="higher", how="difference", unit="share"),
     Figure(
         key="unanswered_share",
@@ -126,7 +140,6 @@ def sampled(
             rank = nearest_rank(len(ordered), figure.percent)
             value = float(ordered[rank]) if len(ordered) else None
             out[figure.key] = Sampled(value, table[:, i])
-    ones = np.ones(len(outcomes))
     judged = _column(outcomes, is_judged)
     good = _column(outcomes, lambda each: is_good(each, targets_of(slo, each.tier)))
     missed = _column(outcomes, lambda each: each.result in ("shed", "error", "timeout"))
@@ -134,18 +147,18 @@ def sampled(
     told = _column(outcomes, lambda e: e.cached_tokens is not None and e.input_tokens is not None)
     cached = told * _column(outcomes, lambda each: each.cached_tokens or 0)
     asked = told * _column(outcomes, lambda each: each.input_tokens or 0)
-    # A resample has no duration of its own: tokens a request, at the rate of the run.
-    duration_s = duration_of(outcomes)
-    per_request = duration_s / len(outcomes) if outcomes else 0.0
     for key, above, below in (
         ("goodput", good, judged),
         ("unanswered_share", missed, judged),
         ("cached_share", cached, asked),
-        ("output_tokens_per_s", tokens, ones * per_request),
     ):
         whole = float(below.sum())
         value = float(above.sum()) / whole if whole else None
         out[key] = Sampled(value, resamples.ratio_column(above, below))
+    # A resample has no duration of its own, so this differs between rounds only.
+    duration_s = duration_of(outcomes)
+    rate = float(tokens.sum()) / duration_s if duration_s > 0 else None
+    out["output_tokens_per_s"] = Sampled(rate, np.full(bootstrap.num_resamples, rate or np.nan))
     return out
 
 
@@ -179,10 +192,15 @@ class Comparison:
         if self.change is None or self.low is None or self.high is None:
             return None
         none = 1.0 if self.figure.how == "ratio" else 0.0
-        if self.low <= none <= self.high:
+        if self.low <= none <= self.high or self._is_slight(self.change):
             return "same"
         lower = self.high < none
         return "better" if lower == (self.figure.better == "lower") else "worse"
+
+    def _is_slight(self, change: float) -> bool:
+        if self.figure.how == "difference":
+            return abs(change) < SMALLEST_DIFFERENCE
+        return max(change, 1 / change) < SMALLEST_RATIO
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -231,7 +249,7 @@ def _compared(
         figure, [_change(figure, a.value, b.value) for a, b in zip(of_a, of_b, strict=True)]
     )
     low = high = None
-    if change is not None:
+    if change is not None and (figure.resampled or len(pairs) >= _MIN_ROUNDS):
         rows = min(len(each.column) for each in (*of_a, *of_b))
         steps = np.array(
             [

@@ -54,7 +54,7 @@ def test_a_side_that_is_slower_by_a_factor_is_found_to_be_so():
 def test_equal_sides_are_not_told_apart():
     rounds = [simulated(80, rate=3.0, seed=seed) for seed in (1, 2)]
     found = figures(rounds, rounds)
-    assert {each.verdict for each in found.values()} <= {"same"}
+    assert {each.verdict for each in found.values()} == {"same", None}
     assert found["goodput"].change == 0.0
 
 
@@ -73,6 +73,20 @@ def test_rounds_that_disagree_widen_the_interval():
     assert differ.change == pytest.approx(1.5)
     assert differ.high / differ.low > 2
     assert differ.verdict == "same"
+
+
+def test_throughput_needs_three_rounds_for_a_verdict():
+    fast, slow = ([outcome(i, scheduled_s=gap * i) for i in range(40)] for gap in (1.0, 1.5))
+    two = figures([fast] * 2, [slow] * 2)["output_tokens_per_s"]
+    three = figures([fast] * 3, [slow] * 3)["output_tokens_per_s"]
+    assert two.change == pytest.approx(1 / 1.5, rel=0.01)
+    assert (two.verdict, three.verdict) == (None, "worse")
+
+
+def test_what_differs_by_next_to_nothing_is_the_same_however_certain():
+    one = quiet(1)
+    for factor, verdict in ((1.015, "same"), (1.03, "worse")):
+        assert figures([one], [slower(one, factor)])["e2e_scheduled_s_p50"].verdict == verdict
 
 
 def test_shares_are_compared_by_difference():
@@ -118,6 +132,7 @@ def test_nothing_at_all_is_compared_without_failing():
         ("itl_s_p50", 1.1, 1.9, "worse"),
         ("itl_s_p50", 0.9, 1.1, "same"),
         ("output_tokens_per_s", 1.1, 1.2, "better"),
+        ("itl_s_p50", 1.001, 1.9, "same"),
         ("goodput", -0.2, -0.1, "worse"),
         ("cached_share", 0.1, 0.2, "better"),
     ],
