@@ -84,6 +84,7 @@ class DecodeService:
         self._prefill_holds: HoldKeeper | None = None
         self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
         self.metrics = ReplicaMetrics(args.name, "decode", replica_id)
+        self.metrics.recording = settings.metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.streams = StreamTable(
             host.engine,
@@ -154,6 +155,7 @@ class DecodeService:
         """Adopt what can change while running."""
         self._settings = settings
         self.host.reconfigure(settings)
+        self.metrics.recording = settings.metrics
         self.streams.slots = settings.max_running_requests
         self.streams.config = self._lifecycle_config(settings)
         if self.pulls is not None:

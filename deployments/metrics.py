@@ -333,6 +333,51 @@ def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
     )
 
 
+class _SilentCounter(Counter):
+    __slots__ = ()
+
+    def inc(self, amount: float = 1.0) -> None:
+        pass
+
+
+class _SilentGauge(Gauge):
+    __slots__ = ()
+
+    def set(self, value: float) -> None:
+        pass
+
+    def inc(self, amount: float = 1.0) -> None:
+        pass
+
+    def dec(self, amount: float = 1.0) -> None:
+        pass
+
+
+class _SilentHistogram(Histogram):
+    __slots__ = ()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        pass
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        pass
+
+
+class SilentRegistry(Registry):
+    """For a process whose metrics are switched off: its series take anything and stay at 0."""
+
+    def _series(self, kind: type[_S], name: str, labels: Mapping[str, str]) -> _S:
+        self._declared(name, labels)
+        return cast("_S", _SILENT[kind])
+
+
+_SILENT: dict[type[Series], Series] = {
+    Counter: _SilentCounter(),
+    Gauge: _SilentGauge(),
+    Histogram: _SilentHistogram(()),
+}
+
+
 class _RayMetric(Protocol):
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 

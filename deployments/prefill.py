@@ -56,6 +56,7 @@ class PrefillService:
         )
         self.holds = PairHolds(self._busy)
         self.metrics = ReplicaMetrics(host.engine.config.model.name, "prefill", replica_id)
+        self.metrics.recording = settings.metrics
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = secret
         self._server: LinkServer | None = None
@@ -83,6 +84,7 @@ class PrefillService:
 
     def apply(self, settings: PoolSettings) -> None:
         self.host.reconfigure(settings)
+        self.metrics.recording = settings.metrics
         self.exports.max_unacked_bytes = settings.max_unacked_bytes
 
     async def close(self) -> None:

@@ -31,6 +31,9 @@ class ReplicaMetrics:
 
     def __init__(self, model: str, role: str, replica_id: str) -> None:
         self.registry = registry = Registry()
+        self.recording = True
+        """False: series stand still, and nobody is told of them."""
+
         self._model = model
         self._role = role
         self._replica_id = replica_id
@@ -70,14 +73,16 @@ class ReplicaMetrics:
     def step(self, step: StepOutput) -> None:
         # What a step costs is mostly code that the processor has forgotten since the last one: so
         # as little of it as can be. `settle` does the rest for all steps of a second.
-        if step.num_tokens:
+        if step.num_tokens and self.recording:
             self._steps.append((step.num_tokens, step.duration_s))
 
     def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+        if self.recording:
+            self._ttft.observe(seconds)
 
     def gaps(self, counted: Sequence[tuple[float, int]]) -> None:
-        self._gaps += counted
+        if self.recording:
+            self._gaps += counted
 
     def settle(self) -> None:
         """Bring the histograms of steps up to date."""
@@ -92,6 +97,8 @@ class ReplicaMetrics:
     def ended(
         self, finish: FinishReason, total_s: float, decode_s: float | None, num_tokens: int
     ) -> None:
+        if not self.recording:
+            return
         self._e2e.observe(total_s)
         if decode_s is not None:
             self._decode.observe(decode_s)
@@ -105,6 +112,8 @@ class ReplicaMetrics:
         counter.inc()
 
     def pulled(self, prefilled: Prefilled, seconds: float) -> None:
+        if not self.recording:
+            return
         self.registry.histogram(
             "tailrace_kv_transfer_seconds", model=self._model, connector=_CONNECTOR
         ).observe(seconds)
@@ -117,6 +126,8 @@ class ReplicaMetrics:
 
     def sample_engine(self, stats: EngineStats, block_tokens: int) -> None:
         """Bring gauges and totals of the engine up to date."""
+        if not self.recording:
+            return
         registry, engine = self.registry, {"model_name": self._model}
         waiting = stats.num_waiting + stats.num_waiting_remote
         registry.gauge("vllm:num_requests_running", **engine).set(stats.num_running)
@@ -151,6 +162,8 @@ class ReplicaMetrics:
 
     def sample_streams(self, counters: Counters, checksum_mismatches: int) -> None:
         """Bring totals of a decode replica up to date."""
+        if not self.recording:
+            return
         registry, model = self.registry, self._model
         engine = {"model_name": model}
         raise_to(registry.counter("vllm:generation_tokens_total", **engine), counters.tokens_out)
@@ -197,6 +210,8 @@ class ReplicaMetrics:
 
     def sample_exports(self, sessions: int, sent_bytes: int, unacked_bytes: int) -> None:
         """Bring totals of a prefill replica up to date."""
+        if not self.recording:
+            return
         registry, model = self.registry, self._model
         registry.gauge("tailrace_prefill_sessions", model=model).set(sessions)
         registry.gauge("tailrace_kv_unacked_bytes", model=model).set(unacked_bytes)
@@ -219,7 +234,9 @@ class ReplicaMetrics:
             await asyncio.sleep(SNAPSHOT_EVERY_S)
             rounds += 1
             try:
-                sample()
+                sample()  # also with metrics off: a failure of the engine is seen there
+                if not self.recording:
+                    continue
                 self.settle()
                 self._gpus.report()
                 self._process.sample()

@@ -139,6 +139,9 @@ class PoolSettings(_Strict):
     max_unacked_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Prefill: the same over all transfers of a replica."""
 
+    metrics: bool = True
+    """False: nothing is recorded and gateways are told nothing, for comparison."""
+
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
             max_running_requests=self.max_running_requests,

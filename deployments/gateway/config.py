@@ -160,6 +160,9 @@ class GatewayConfig(_Strict):
     limits_store: str | None = Field(default=None, pattern=r"^(redis|rediss|unix)://")
     """A Redis that all gateways share. None: each gateway counts for itself."""
 
+    metrics: bool = True
+    """False: this gateway's series stand still, for comparison."""
+
     include_usage: bool = False
     """Send the usage chunk of a stream to clients that did not say whether they want it."""
 

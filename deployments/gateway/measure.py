@@ -224,17 +224,22 @@ def ending_of(status: int) -> Ending:
 class Pace:
     """Inter-token latency of one request's streams, taken once a write."""
 
-    def __init__(self, itl: Histogram) -> None:
+    def __init__(self, itl: Histogram | None) -> None:
+        """None: nothing is measured."""
         self._itl = itl
         self._last_s: dict[int, float] = {}
         self._held: dict[int, int] = {}
 
     def hold(self, prompt: int, events: Sequence[StreamEvent]) -> None:
         """Tokens without text yet: they go out with the next write."""
+        if self._itl is None:
+            return
         self._held[prompt] = self._held.get(prompt, 0) + _steps(events)
 
     def count(self, prompt: int, events: Sequence[StreamEvent], now_s: float) -> None:
         """A write that ended at `now_s`."""
+        if self._itl is None:
+            return
         steps = _steps(events)
         if self._held:
             steps += self._held.pop(prompt, 0)

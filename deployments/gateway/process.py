@@ -135,6 +135,8 @@ class GatewayProcess:
                 now = asyncio.get_running_loop().time()
                 if self.state.config.keys_file is not None and rounds % KEYS_EVERY == 0:
                     await asyncio.to_thread(self.state.keys.refresh)
+                if not self.state.config.metrics:
+                    continue
                 self._figures.sample(self.state.config, self.models.clients(), now)
                 self.state.live.checkpoint(asyncio.get_running_loop().time())
                 if to_ray is not None and rounds % int(EXPORT_EVERY_S / SNAPSHOT_EVERY_S) == 0:

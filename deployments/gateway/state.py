@@ -25,7 +25,7 @@ from deployments.gateway.live import LiveView
 from deployments.gateway.measure import RequestMeter
 from deployments.gateway.request_log import RequestLog
 from deployments.logs import RequestLines
-from deployments.metrics import Registry
+from deployments.metrics import Registry, SilentRegistry
 from deployments.tracing import Tracer
 
 CLOSE_S = 5.0
@@ -72,6 +72,9 @@ class GatewayState:
         kept = config.explain
         self.explainer.resize(recent=kept.recent, slowest=kept.slowest, keep_s=kept.keep_s)
         self.log.resize(config.event_log_size)
+        if config.metrics != self.config.metrics:
+            # Requests under way go on with the series that they have.
+            self.meter = RequestMeter(self.metrics if config.metrics else SilentRegistry())
         self.config = config
         return config
 

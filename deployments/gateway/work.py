@@ -237,7 +237,7 @@ class Generation:
         record.prompt_tokens, record.num_choices = plan.prompt_tokens, plan.num_choices
         record.max_tokens = first.params.max_tokens
         record.spans, self._explain = told_by(call.headers, plan.extension, record.received_unix_s)
-        if record.spans:
+        if record.spans and self._config.metrics:
             count_spans(state.metrics, model, plan.tier, record.spans)
         self._inflight(-1)
         self._series, self._model = state.meter.of(model, plan.tier), model
@@ -260,7 +260,7 @@ class Generation:
             due_s=None if targets.ttft_s is None else call.received_s + targets.ttft_s,
             patient_until_s=None if self._first_s is None else call.received_s + self._first_s,
         )
-        self._pace = Pace(self._series.itl)
+        self._pace = Pace(self._series.itl if self._config.metrics else None)
         if plan.stream:
             self._writer = EventWriter(plan, self._tally)
             await self._follow(plan, self._stream)
@@ -570,7 +570,8 @@ class Generation:
                 reasons=tuple([r.value for r in tally.reasons if r is not None]),
             )
         )
-        report_finish(self._series, usage, self._timing(now_s).itl_s)
+        if self._config.metrics:
+            report_finish(self._series, usage, self._timing(now_s).itl_s)
         self._record.outcome = "finished"
         self._record_end("200", now_s)
 
@@ -598,9 +599,22 @@ class Generation:
         self._record_end("499", now_s)
 
     def _record_end(self, status: str, now_s: float, code: str | None = None) -> None:
-        duration_s, phases = now_s - self._call.received_s, self._phases(now_s)
+        duration_s = now_s - self._call.received_s
+        if self._config.metrics:
+            self._report_end(status, now_s, code)
+        if self._state.request_log is not None and self._plan is not None:
+            self._state.request_log.note(self._noted(self._plan, int(status), code, duration_s))
+        record, tally = self._record, self._tally
+        record.ended_s, record.status = now_s, int(status)
+        if tally is not None:
+            record.completion_tokens = tally.completion_tokens
+            record.cached_tokens = tally.cached_tokens
+        self._state.ended(record, self._body)
+
+    def _report_end(self, status: str, now_s: float, code: str | None) -> None:
+        """To the metrics."""
         series, plan, tokens = self._series, self._plan, 0
-        report_end(series, status, duration_s, phases)
+        report_end(series, status, now_s - self._call.received_s, self._phases(now_s))
         if plan is None:
             series.offered.inc()  # whatever it was: others are counted once they are understood
         else:
@@ -616,14 +630,6 @@ class Generation:
                 series.queue(outcome).observe(now_s - self._marks[-1][1])
         targets = None if plan is None else self._config.tiers[plan.tier]
         report_verdict(series, targets, int(status), self._timing(now_s), tokens)
-        if self._state.request_log is not None and self._plan is not None:
-            self._state.request_log.note(self._noted(self._plan, int(status), code, duration_s))
-        record, tally = self._record, self._tally
-        record.ended_s, record.status = now_s, int(status)
-        if tally is not None:
-            record.completion_tokens = tally.completion_tokens
-            record.cached_tokens = tally.cached_tokens
-        self._state.ended(record, self._body)
 
     def _timing(self, now_s: float) -> Timing:
         """What was measured of this request so far."""

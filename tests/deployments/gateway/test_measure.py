@@ -158,3 +158,17 @@ def test_the_mean_of_the_gaps_is_time_over_tokens_however_they_were_gathered_int
     # 1.6 s for the seven tokens behind the first, as a load generator counts that.
     assert (itl.count, itl.sum) == (7, pytest.approx(1.6))
     assert itl.counts == [0, 3, 4]
+
+
+async def test_metrics_that_are_switched_off_stand_still_and_go_on_when_switched_on(
+    gateway: Any,
+) -> None:
+    gateway.state.apply({**gateway.state.config.model_dump(), "metrics": False})
+    assert (await gateway.post(PATH, BODY | {"stream": True})).status == 200
+    await gateway.settle()
+    assert not [labels for _, labels, _ in gateway.metrics.series() if "tiny" in labels]
+    gateway.state.apply({**gateway.state.config.model_dump(), "metrics": True})
+    assert (await gateway.post(PATH, BODY | {"stream": True})).status == 200
+    await gateway.settle()
+    assert counted(gateway, "request_ttft_seconds") == {("true",): 1}
+    assert counted(gateway, "requests_total") == {("200",): 1}
