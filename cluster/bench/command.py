@@ -218,3 +218,72 @@ def batching(requests: int, as_json: bool) -> None:
         emit(result)
     else:
         click.echo("\n".join(table(result)))
+
+
+@bench.command("agreement")
+@click.option("--url", help="Server to ask. Default: the running session, else port 8000.")
+@click.option("--aiperf", metavar="PATH", help="Its executable. Default: on PATH, if it is there.")
+@click.option("--guidellm", metavar="PATH", help="As --aiperf.")
+@click.option("--model", help="Default: the first served.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True
+)
+@click.option("--seconds", type=click.FloatRange(min=1), default=15.0, show_default=True)
+@click.option("--input-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option(
+    "--request-log",
+    type=click.Path(path_type=Path),
+    help="File of the gateway's request log. Default: the session's own, if it writes one.",
+)
+@click.option("--tokenizer", help="Folder or model source, for servers without /tokenize.")
+@click.option("--api-key", envvar="TAILRACE_API_KEY", help="Or TAILRACE_API_KEY.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    help="New directory for what the tools write. Default: none is kept of a run that went well.",
+)
+@json_option
+def agreement(
+    url: str | None,
+    aiperf: str | None,
+    guidellm: str | None,
+    model: str | None,
+    rate: float,
+    seconds: float,
+    input_tokens: int,
+    output_tokens: int,
+    request_log: Path | None,
+    tokenizer: str | None,
+    api_key: str | None,
+    keep: Path | None,
+    as_json: bool,
+) -> None:
+    """Whether AIPerf, guidellm, our own client and the server's metrics say the same.
+
+    Each client has a run of its own at the same rate and shape; the server is asked about the same
+    window. Within the larger of 5 % and 5 ms is agreement; without it the status is 1. AIPerf 0.13
+    and guidellm 0.8 belong in environments of their own: their requirements are not ours.
+    """
+    from cluster.bench.agreement import Shape, bench_agreement, table
+
+    result = bench_agreement(
+        url,
+        model=model,
+        shape=Shape(
+            rate=rate, seconds=seconds, input_tokens=input_tokens, output_tokens=output_tokens
+        ),
+        aiperf=aiperf,
+        guidellm=guidellm,
+        request_log=request_log,
+        tokenizer=tokenizer,
+        api_key=api_key,
+        keep=keep,
+        say=say,
+    )
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
+    if not result["agrees"]:
+        raise SystemExit(1)

@@ -176,7 +176,9 @@ class StubOpenAI:
             writer.write(head + _event({"choices": [{"index": 0, "delta": delta}]}))
             head = b""
         content = {"delta": {"content": "x"}} if chat else {"text": "x"}
-        token = _event({"id": "c", "choices": [{"index": 0, **content, "finish_reason": None}]})
+        # Some clients go by what an event says it is.
+        kind = {"id": "c", "object": "chat.completion.chunk" if chat else "text_completion"}
+        token = _event({**kind, "choices": [{"index": 0, **content, "finish_reason": None}]})
         for i in range(tokens):
             wait_s = began_s + reply.ttft_s + i * reply.itl_s - loop.time()
             if wait_s > 0:
@@ -191,9 +193,9 @@ class StubOpenAI:
             writer.write(head + token)
             head = b""
         end = {"index": 0, "delta": {}} if chat else {"index": 0, "text": ""}
-        last = [{"choices": [{**end, "finish_reason": "length"}]}]
+        last = [{**kind, "choices": [{**end, "finish_reason": "length"}]}]
         if (seen.body.get("stream_options") or {}).get("include_usage"):
-            last.append({"choices": [], "usage": usage})
+            last.append({**kind, "choices": [], "usage": usage})
         writer.write(
             head + b"".join(_event(event) for event in last) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
         )
