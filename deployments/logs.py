@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from deployments.explain.request import RequestRecord
+from deployments.explain.request import NOBODY, RequestRecord
 
 SERVE = "ray.serve"
 REQUESTS = "ray.serve.tailrace"
@@ -46,6 +46,8 @@ def adopt_serve() -> None:
 
 def tenant_of(salt: str) -> str:
     """A tenant's name in logs: a hash of its salt, `default` without one."""
+    if salt == NOBODY:
+        return salt
     return hashlib.sha256(salt.encode()).hexdigest()[:12] if salt else "default"
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from deployments.explain.queueing import QueueFacts
 
+NOBODY = "nobody"
+"""Salt of a request of which nobody knows whose it is; no tenant's is this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalSpan:

@@ -120,7 +120,7 @@ class Explainer:
         self._open.pop(id(record), None)
         kept = Kept(record)
         slow = self._ring.add(
-            record.request_id,
+            _key(record.salt, record.request_id),
             kept,
             tier=record.tier,
             duration_s=record.duration_s,
@@ -165,8 +165,8 @@ class Explainer:
         for record in reversed(self._open.values()):
             if _is(record, request_id, salt):
                 return (await self.waterfall(record)).to_json()
-        kept = self._ring.get(request_id)
-        if kept is None or not _is(kept.record, request_id, salt):
+        kept = None if salt is None else self._ring.get(_key(salt, request_id))
+        if kept is None:
             kept = self._ring.find(lambda kept: _is(kept.record, request_id, salt))
         if kept is None:
             return None
@@ -230,6 +230,11 @@ class Explainer:
                 kept.record.request_id,
                 extra={"request_id": kept.record.request_id},
             )
+
+
+def _key(salt: str, request_id: str) -> str:
+    """Clients choose their ids: one tenant's must not take the place of another's."""
+    return f"{salt}/{request_id}"
 
 
 def _is(record: RequestRecord, request_id: str, salt: str | None) -> bool:

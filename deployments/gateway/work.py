@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from deployments.explain.request import Note, RequestRecord
+from deployments.explain.request import NOBODY, Note, RequestRecord
 from deployments.gateway.backend import Backend, Place, Stream
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.degradation import Action, Waits
@@ -133,6 +133,9 @@ class Generation:
         self._waits: Waits | None = None
         """Where the wait for a grant is noted, if its tier has a ladder."""
 
+        self._shed_s: float | None = None
+        """The wait for which it is refused, once it is counted as offered."""
+
         self._told_degraded: tuple[tuple[bytes, bytes], ...] = ()
         self._quota: Quota | None = None
         """What it holds of its owners' limits."""
@@ -145,7 +148,7 @@ class Generation:
         call = self._call = call_of(scope)
         self._send = send
         record = self._record = RequestRecord(
-            call.request_id, self._endpoint, call.received_s, time.time()
+            call.request_id, self._endpoint, call.received_s, time.time(), salt=NOBODY
         )
         self._state.explainer.begin(record)
         if self._state.tracer is not None:
@@ -205,6 +208,7 @@ class Generation:
     async def _run(self, scope: Scope, receive: Receive) -> None:
         state, call = self._state, self._call
         identity = state.identify(call.headers)
+        self._record.salt = identity.salt
         body = await read_body(call, receive, self._config.limits.max_body_bytes)
         record = self._record
         record.read_s = time.monotonic()
@@ -214,6 +218,7 @@ class Generation:
         plan = await self._prepare(state.backend, self._config, identity, body)
         if self._config.tiers[plan.tier].ladder:
             plan = await self._degrade(plan, identity, body)
+        record.spans, self._explain = told_by(call.headers, plan.extension, record.received_unix_s)
         self._plan, self._tally = plan, Tally(plan)
         now_s = time.monotonic()
         self._marks.append(("queue", now_s))
@@ -233,16 +238,17 @@ class Generation:
         )
         first = plan.requests[0]
         record.answer_id, record.model, record.stream = plan.answer_id, model, plan.stream
-        record.tokenised_s, record.tier, record.salt = now_s, plan.tier, first.salt
+        record.tokenised_s, record.tier = now_s, plan.tier
         record.prompt_tokens, record.num_choices = plan.prompt_tokens, plan.num_choices
         record.max_tokens = first.params.max_tokens
-        record.spans, self._explain = told_by(call.headers, plan.extension, record.received_unix_s)
         if record.spans and self._config.metrics:
             count_spans(state.metrics, model, plan.tier, record.spans)
         self._inflight(-1)
         self._series, self._model = state.meter.of(model, plan.tier), model
         self._series.offered.inc()
         self._inflight(+1)
+        if self._shed_s is not None:
+            raise _shed(self._shed_s)
         if self._first_s is not None:
             at_s = call.received_s + self._first_s
             if not plan.stream:
@@ -272,7 +278,7 @@ class Generation:
             await self._answer(self._tally)
 
     async def _degrade(self, plan: Plan, identity: Identity, body: bytes) -> Plan:
-        """Give up what the tier's ladder says at the pressure of now. Raises Overloaded to shed."""
+        """Give up what the tier's ladder says at the pressure of now; `_shed_s` to give up all."""
         state, name, tier = self._state, plan.tier, self._config.tiers[plan.tier]
         model, now_s = plan.info.name, time.monotonic()
         self._waits, ladder = state.pressures.of(model, name)
@@ -291,7 +297,8 @@ class Generation:
             optional = plan.extension is not None and plan.extension.optional
             if step.action == "shed" or (step.action == "drop_extras" and optional):
                 did("shed")
-                raise _shed(wait_s)
+                self._shed_s = wait_s
+                return plan
         done: list[str] = []
         # The model first: its plan is a new one, and the other steps change that.
         for step in sorted(steps, key=lambda step: step.action != "model"):

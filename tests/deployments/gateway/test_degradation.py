@@ -198,6 +198,17 @@ async def test_load_is_shed_at_last_and_optional_work_before(gateway):
     assert (shed.status, shed.error["code"]) == (429, "slow_down")
     assert int(shed.headers["retry-after"]) >= 8
     assert gateway.state.pressures.done == {("tiny", "default", "shed"): 2}
+    # Who is turned away was offered to that model, and its targets were missed.
+    offered, missed = (
+        {
+            labels["model"]: value
+            for _, labels, value in gateway.state.metrics.family(name)
+            if labels.get("slo", "ttft") == "ttft" and labels.get("met", "false") == "false"
+        }
+        for name in ("tailrace_requests_offered_total", "tailrace_slo_requests_total")
+    )
+    assert offered == {"tiny": 3}
+    assert missed == {"tiny": 2}
 
 
 async def test_what_was_done_is_in_the_explanation(gateway):

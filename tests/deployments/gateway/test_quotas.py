@@ -168,7 +168,7 @@ async def test_a_storm_of_retries_is_held_back_and_first_attempts_are_not(gatewa
 
 
 async def test_requests_of_others_are_not_explained(gateway):
-    gateway.state.apply(config())
+    gateway.state.apply(config(explain={"slowest": 0}))
     named = {**auth("a"), "x-request-id": "mine"}
     assert (await gateway.post(PATH, body(), headers=named)).status == 200
     await gateway.settle()
@@ -178,3 +178,30 @@ async def test_requests_of_others_are_not_explained(gateway):
     assert (await gateway.raw("GET", path, headers=auth("b"))).status == 404
     listed = await gateway.raw("GET", "/tailrace/requests?slowest=false", headers=auth("b"))
     assert listed.json()["data"] == []
+    # Another tenant that sends the same id does not push it out.
+    gateway.backend.serve("other")
+    theirs = {**auth("b"), "x-request-id": "mine"}
+    assert (await gateway.post(PATH, body(model="other"), headers=theirs)).status == 200
+    await gateway.settle()
+    for who, model in (("a", "tiny"), ("b", "other")):
+        told = await gateway.raw("GET", path, headers=auth(who))
+        assert (told.status, told.json()["model"]) == (200, model)
+
+
+async def test_requests_that_failed_early_are_their_tenants_and_strangers_nobodys(gateway):
+    keys = [*config()["keys"], {"id": "kd", "sha256": hash_key("tr-key-d")}]
+    gateway.state.apply({**config(), "keys": keys})
+    refused = await gateway.post(PATH, body(model="gone"), headers=auth("a"))
+    stranger = await gateway.post(PATH, body(), headers={"x-request-id": "stranger"})
+    assert (refused.status, stranger.status) == (404, 401)
+    await gateway.settle()
+
+    async def listed(key):
+        headers = {"authorization": f"Bearer {key}"}
+        told = await gateway.raw("GET", "/tailrace/requests?slowest=false", headers=headers)
+        return sorted(row["status"] for row in told.json()["data"])
+
+    assert await listed(KEYS["a"]) == [404]
+    assert await listed(KEYS["b"]) == []
+    assert await listed("tr-key-d") == [], "the tenant `default` sees its own, too"
+    assert await listed(KEYS["op"]) == [401, 404]
