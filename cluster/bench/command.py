@@ -287,3 +287,30 @@ def agreement(
         click.echo("\n".join(table(result)))
     if not result["agrees"]:
         raise SystemExit(1)
+
+
+@bench.command("metrics")
+@click.option("--pairs", type=click.IntRange(min=2), default=10, show_default=True)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Bursts of 64 streams on each side of a pair.",
+)
+@json_option
+def metrics(pairs: int, rounds: int, as_json: bool) -> None:
+    """What metrics cost: CPU time at 64 streams with them on, as a multiple of off.
+
+    Starts a cluster of its own with an engine that computes nothing, and switches metrics off and
+    on in turn.
+    """
+    from cluster.bench.metrics import Effort, bench_metrics, table
+
+    # So that the cluster is taken down again.
+    interrupt_on_signals()
+    result = bench_metrics(Effort(pairs=pairs, rounds=rounds), say)
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from cluster import config as configuration
-from cluster import session
 from cluster.bench.cpu import HAPROXY, Bystanders, CpuMeter
 from cluster.bench.overhead import SYNTHETIC_TOKENS, synthetic_chat
 from cluster.bench.stack import (
@@ -27,8 +25,7 @@ from cluster.bench.stack import (
     MODEL_BUILDER,
     SYNTHETIC,
     Stack,
-    own_stack,
-    synthetic_only,
+    synthetic_stack,
 )
 from cluster.bench.summary import significant
 from cluster.bench.worker import Worker
@@ -71,7 +68,7 @@ def bench_metrics(effort: Effort, say: Say) -> dict[str, Any]:
     Raises:
         EngineError: it cannot be started, changed or asked.
     """
-    with own_stack(None, say, change=synthetic_only) as stack:
+    with synthetic_stack(say, gateway={}, slots=STREAMS) as stack:
         return measure(stack, effort, say)
 
 
@@ -150,7 +147,9 @@ def _side(worker: Worker, meter: CpuMeter, rounds: int) -> dict[str, float]:
     """CPU seconds by role."""
     before = meter.read()
     for i in range(rounds):
-        asks = [synthetic_chat(SYNTHETIC, i * STREAMS + j, SYNTHETIC_TOKENS) for j in range(STREAMS)]
+        asks = [
+            synthetic_chat(SYNTHETIC, i * STREAMS + j, SYNTHETIC_TOKENS) for j in range(STREAMS)
+        ]
         tokens = sum(
             result["completion_tokens"] for result in worker.arrivals("server", asks, 0.0).results
         )
@@ -162,7 +161,7 @@ def _side(worker: Worker, meter: CpuMeter, rounds: int) -> dict[str, float]:
 def _switch(stack: Stack, metrics: bool) -> None:
     """In place: a replica that was replaced would be another process to measure."""
     before = stack.pids()
-    stack.apply(lambda data: with_metrics(data, metrics))
+    stack.reconfigure(lambda data: with_metrics(data, metrics))
     if stack.pids() != before:
         raise ClusterError("switching metrics replaced a replica: they cannot be compared")
     # What was recorded before the switch is still settled and sent.
@@ -178,6 +177,3 @@ def with_metrics(data: Mapping[str, Any], metrics: bool) -> dict[str, Any]:
                 deployment["user_config"] = {**(deployment.get("user_config") or {})}
                 deployment["user_config"]["metrics"] = metrics
     return changed
-
-
-__all__ = ["Effort", "bench_metrics", "configuration", "session", "summary", "table"]

@@ -329,7 +329,7 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
         meter = CpuMeter(stack, model_app=model.app, gateway_app=stack.gateway(), client=client)
         worker.server(stack.url)
         bystanders = Bystanders(lambda: [*stack.processes(), client])
-        worker.closed("server", [_chat(model.name, i, 8) for i in range(64)], 16)
+        worker.closed("server", [synthetic_chat(model.name, i, 8) for i in range(64)], 16)
         idle = _idle(meter)
         for streams in STREAMS:
             # One stream is a hundred tokens: more rounds, or the CPU is a handful of ticks.
@@ -347,7 +347,7 @@ def _synthetic(stack: Stack, model: ServedModel, effort: Effort, say: Say) -> di
                     out["decode_us_per_token"] = cpu["decode"]
         say(f"{effort.short_requests} requests of one token")
         before = meter.read()
-        asks = [_chat(model.name, i, 1) for i in range(effort.short_requests)]
+        asks = [synthetic_chat(model.name, i, 1) for i in range(effort.short_requests)]
         worker.closed("server", asks, 16)
         spent = meter.between(before, meter.read())
         per_request = {
@@ -378,7 +378,7 @@ def _pattern(
     loads: list[Load] = []
     before = meter.read()
     for i in range(rounds):
-        asks = [_chat(model, i * streams + j, SYNTHETIC_TOKENS) for j in range(streams)]
+        asks = [synthetic_chat(model, i * streams + j, SYNTHETIC_TOKENS) for j in range(streams)]
         loads.append(worker.arrivals("server", asks, over_s))
     spent = meter.between(before, meter.read())
     figures = _Figures.of(loads)
@@ -390,7 +390,7 @@ def _pattern(
     }
 
 
-def _chat(model: str, i: int, max_tokens: int) -> Ask:
+def synthetic_chat(model: str, i: int, max_tokens: int) -> Ask:
     """Through template, tokeniser and admission, like any other."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},

@@ -161,6 +161,19 @@ class Stack:
                 f"{app}/{deployment}.{method}: {type(error).__name__}: {error}"
             ) from error
 
+    def reconfigure(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Deploy what `change` makes of the Serve configuration in force, and wait for it.
+
+        Raises:
+            ConfigError, DeployFailed, ClusterError.
+        """
+        state, record = self._ours()
+        document = configuration.parse(
+            yaml.safe_dump(change({"applications": self.configs()})), source="the benchmark"
+        )
+        config = configuration.check(document, beside=Path.cwd())
+        session.bring_up(state, config, port=record.port, say=lambda _: None)
+
     def close(self) -> None:
         if self._connected:
             import ray

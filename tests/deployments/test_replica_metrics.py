@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from deployments.replica_metrics import ReplicaMetrics
-from engine.outputs import EngineStats
+from engine.outputs import EngineStats, StepOutput
+from engine.request import FinishReason
 
 IDLE = EngineStats(
     num_running=0,
@@ -39,3 +40,26 @@ def test_what_a_decode_replica_counts_is_there_before_it_happens():
     assert counted["tailrace_prefill_fallbacks_total", ("m", "local")] == 0
     assert counted["tailrace_kv_transfer_failures_total", ("m", "stall", "stall")] == 0
     assert counted["tailrace_admission_rejections_total", ("m", "full")] == 0
+
+
+def test_a_replica_whose_metrics_are_off_records_nothing_until_they_are_on():
+    metrics = ReplicaMetrics("m", "decode", "d1")
+    metrics.recording = False
+    before = metrics.registry.snapshot()
+
+    def work() -> None:
+        metrics.step(StepOutput(num_tokens=3, duration_s=0.01))
+        metrics.gaps([(0.01, 3)])
+        metrics.first_token(0.1)
+        metrics.ended(FinishReason.LENGTH, 0.2, 0.1, 3)
+        metrics.sample_engine(replace(IDLE, num_running=1), 16)
+        metrics.settle()
+
+    work()
+    assert metrics.registry.snapshot() == before
+    metrics.recording = True
+    work()
+    told = {name: value for name, _, value in metrics.registry.snapshot()}
+    assert told["vllm:num_requests_running"] == 1
+    assert sum(told["vllm:inter_token_latency_seconds"][1:]) == 3
+    assert sum(told["tailrace_engine_step_seconds"][1:]) == 1
