@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import RequestError
 
@@ -210,9 +210,11 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One sampled token. Log-probabilities are of the raw distribution, before any processor."""
+class SampledToken(NamedTuple):
+    """One sampled token. Log-probabilities are of the raw distribution, before any processor.
+
+    A tuple: every row of every step makes one, and a frozen dataclass takes twice as long to make.
+    """
 
     token_id: int
     logprob: float | None = None
