@@ -80,6 +80,7 @@ class ConfigSide:
         # sockets lie below it.
         home = Path(tempfile.mkdtemp(prefix="tr-compare-"))
         state = StateDir(home)
+        up: session.Up | None = None
         try:
             config = self._variant.config
             up = session.bring_up(state, config, port=free_ports(1)[0], say=say)
@@ -93,6 +94,8 @@ class ConfigSide:
             )
         finally:
             session.take_down(state)
+            if up is not None and up.child is not None:
+                up.child.wait()
             shutil.rmtree(home, ignore_errors=True)
 
 
