@@ -191,7 +191,7 @@ async def test_a_journal_that_comes_later_is_asked_for_again(local_cluster):
     own = await gateway(local_cluster())
     await own.complete(tokens=92, headers={"x-request-id": "late"})
     explainer = own.state.explainer
-    explainer._ring.get("late").waterfall = None
+    explainer._ring.find(lambda kept: kept.record.request_id == "late").waterfall = None
     source = explainer.source
     explainer.source = None
     first = await own.explain("late")
