@@ -245,3 +245,23 @@ def metrics(pairs: int, rounds: int, as_json: bool) -> None:
         emit(result)
     else:
         click.echo("\n".join(table(result)))
+
+
+@bench.command("tiers")
+@click.option("--real", is_flag=True, help="The packaged model instead of a synthetic engine.")
+@click.option("--quick", is_flag=True, help="A few requests: does it work at all?")
+@json_option
+def tiers(real: bool, quick: bool, as_json: bool) -> None:
+    """Interactive requests alone, with batch filling the cluster, and that without tiers.
+
+    Starts a cluster of its own. Targets and loads are told before anything is measured.
+    """
+    from cluster.bench.tiers import bench_tiers, table
+
+    # So that the cluster is taken down again.
+    interrupt_on_signals()
+    result = bench_tiers(real=real, quick=quick, say=say)
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))

@@ -93,9 +93,12 @@ def measure(stack: Stack, effort: Effort, promise: Promise, say: Say) -> dict[st
     for factor in effort.factors:
         times_s = poisson_times(capacity * factor, effort.over_s, rng)
         say(f"{factor:g} x capacity: {len(times_s)} requests in {effort.over_s:g} s")
+        before_s = _cpu_s(gateways)
         results, rss = _run(_open(stack.url, times_s, gateways))
+        cpu_s = _cpu_s(gateways) - before_s
         load = judge(results, times_s, effort.over_s, promise)
         load.update(factor=factor, offered_rate=significant(len(times_s) / effort.over_s))
+        load["gateway_cpu_us_per_request"] = significant(1e6 * cpu_s / max(1, len(times_s)))
         load["gateway_rss_mb"] = [significant(value / 2**20) for value in ends_of(rss)]
         loads.append(load)
     return {
@@ -211,6 +214,10 @@ def table(result: dict[str, Any]) -> list[str]:
         "gateway_rss_growth_mb",
     )
     return [*lines, *(f"{key:28}{result[key]}" for key in keys)]
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _ask(i: int) -> Ask:

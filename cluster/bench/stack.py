@@ -236,6 +236,36 @@ def synthetic_stack(
 
 
 @contextmanager
+def own_stack_of(
+    say: Say, *, gateway: Mapping[str, Any], pool: Mapping[str, Any]
+) -> Iterator[Stack]:
+    """A cluster of the packaged configuration, with these added to the `user_config` of its gateway
+    and of its decode pool.
+
+    Raises:
+        ConfigError, DeployFailed, ClusterError.
+    """
+    with _home() as state:
+        config = with_settings(configuration.load(None), {"Gateway": gateway, "Decode": pool})
+        with _started(state, config, say) as stack:
+            yield stack
+
+
+def with_settings(
+    config: configuration.ServeConfig, settings: Mapping[str, Mapping[str, Any]]
+) -> configuration.ServeConfig:
+    """The same configuration, checked again, with more `user_config` by deployment."""
+    data = copy.deepcopy(config.data)
+    for application in data["applications"]:
+        for deployment in application["deployments"]:
+            if deployment["name"] in settings:
+                deployment.setdefault("user_config", {}).update(settings[deployment["name"]])
+    document = configuration.parse(yaml.safe_dump(data), source=f"{config.source}, for a bench")
+    checked = configuration.check(document, beside=config.code_dir or Path.cwd())
+    return replace(checked, code_dir=config.code_dir)
+
+
+@contextmanager
 def _home() -> Iterator[StateDir]:
     """A state directory that is gone afterwards."""
     home = Path(tempfile.mkdtemp(prefix="tailrace-bench-"))

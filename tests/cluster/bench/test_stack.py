@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from cluster import config as configuration
-from cluster.bench.stack import SYNTHETIC, Stack, models_in, with_synthetic
+from cluster.bench.stack import (
+    SYNTHETIC,
+    Stack,
+    models_in,
+    synthetic_only,
+    with_settings,
+    with_synthetic,
+)
 from cluster.errors import ClusterError, NotRunning
 
 
@@ -72,3 +79,22 @@ def test_a_foreign_server_can_be_asked_but_not_looked_into(tmp_path, monkeypatch
     assert (stack.url, stack.is_ours) == ("http://elsewhere:8000", False)
     with pytest.raises(ClusterError, match="cannot be looked into"):
         stack.processes()
+
+
+def test_a_cluster_of_the_synthetic_model_alone_has_the_gateway_and_its_pool_as_asked():
+    tiers = {"default": {"max_wait_s": 0.7}}
+    config = synthetic_only({"tiers": tiers}, {"max_running_requests": 8})
+    (model,) = models_in(config.data["applications"])
+    assert (model.name, model.settings.max_running_requests) == (SYNTHETIC, 8)
+    gateway = config.data["applications"][0]["deployments"][0]["user_config"]
+    assert gateway["tiers"] == tiers
+    assert [route["name"] for route in gateway["models"]] == [SYNTHETIC]
+
+
+def test_settings_join_those_of_their_deployment_and_nobody_elses():
+    before = configuration.load()
+    config = with_settings(before, {"Decode": {"max_running_requests": 3}})
+    (model,) = models_in(config.data["applications"])
+    assert model.settings.max_running_requests == 3
+    gateway = config.data["applications"][0]["deployments"][0]["user_config"]
+    assert gateway == before.data["applications"][0]["deployments"][0]["user_config"]
