@@ -8,10 +8,12 @@ budget follows the tightest inter-token target as there, and first-token deadlin
 - Streams come first: the step must end inside the tightest inter-token target among those that are
   computed, less a margin. Rows of less urgent tiers that would not fit sit a step out, though never
   longer than `max_skip_s`.
-- What is left of the time is prompt.
-- If at that pace a first token would be late that could still be in time, and its tier is no less
-  urgent than the stream that sets the limit, the step grows until it is in time. Deadlines that are
-  lost already do not make others late.
+- What is left of the time is prompt; one that is no less urgent than the stream that sets the limit
+  may use most of the margin, too.
+- If at that pace a first token would be late that could still be in time, and its tier is more
+  urgent than that stream, the step grows until it is in time. Within a tier it does not: to break
+  one promise for another of the same kind gains nothing. Deadlines that are lost already do not
+  make others late.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from engine.scheduling.cost import StepCost, StepWork
 MARGIN = 0.8
 """Share of an inter-token target that a step is planned to take: the rest is for noise, sampling
 and the way to the client."""
+
+STRETCHED = 0.9
+"""Share of an inter-token target that a step may take for prompts no less urgent: what is held back
+from them when many wait comes back as late first tokens."""
 
 DUE_MARGIN = 0.9
 """Share of the time to a first token that its prompt is planned to take: steps are whole."""
@@ -89,9 +95,10 @@ def pace(
     if not wanted:
         return Pace(max_prompt_tokens, frozenset(skipped))
     streams_s = cost.seconds(rows)
-    left_s = max(0.0, limit_s - streams_s)
-    allowed = cost.prompt_tokens(left_s, wanted[0].first_token)
-    needed = _needed(cost, wanted, streams_s, limit_level, now, allowed, max_prompt_tokens)
+    if wanted[0].level <= limit_level:
+        limit_s *= STRETCHED / MARGIN
+    allowed = cost.prompt_tokens(max(0.0, limit_s - streams_s), wanted[0].first_token)
+    needed = _needed(cost, wanted, streams_s, limit_level, now, max_prompt_tokens)
     tokens = max(allowed, needed, float(min_prompt_tokens))
     return Pace(int(min(tokens, float(max_prompt_tokens))), frozenset(skipped))
 
@@ -125,14 +132,14 @@ def _needed(
     streams_s: float,
     limit_level: int,
     now: float,
-    allowed: float,
     most: int,
 ) -> float:
-    """Prompt tokens a step must hold for every first token to be in time that still can be."""
+    """Prompt tokens a step must hold for every more urgent first token to be in time that still can
+    be."""
     needed, ahead = 0.0, 0
     for demand in wanted:
         ahead += demand.tokens
-        if demand.level > limit_level or demand.due_s is None:
+        if demand.level >= limit_level or demand.due_s is None:
             continue
         slack_s = DUE_MARGIN * (demand.due_s - now)
         each_s = 1.0 / max(cost.prompt_tokens(1.0, demand.first_token), 1e-9)
@@ -143,4 +150,4 @@ def _needed(
         x = ahead * streams_s / spare_s
         if x <= most:
             needed = max(needed, x)
-    return needed if needed > allowed else 0.0
+    return needed

@@ -107,14 +107,14 @@ def test_without_targets_steps_are_those_of_a_fixed_budget():
     assert plans[0] == plans[1]
 
 
-def test_a_first_token_that_would_be_late_gets_larger_steps():
+def test_an_urgent_first_token_that_would_be_late_gets_larger_steps():
     at = {}
     for first_ms in (10_000, 200):
         machine = Machine()
         machine.learn()
         start(machine, 10, itl_ms=20)
         asked = machine.now
-        machine.add("prompt", 900, first_ms=first_ms)
+        machine.add("prompt", 900, priority=-1, first_ms=first_ms)
         at[first_ms] = machine.until_first_token("prompt") - asked
     assert at[200] <= 0.2 < at[10_000]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.scheduling.cost import StepCost, StepWork, prompt_work, row_work
-from engine.scheduling.pacing import DUE_MARGIN, MARGIN, Demand, Stream, pace
+from engine.scheduling.pacing import DUE_MARGIN, MARGIN, STRETCHED, Demand, Stream, pace
 
 BASE_S, ROW_S, TOKEN_S = 2e-3, 1e-3, 1e-4
 
@@ -45,7 +45,7 @@ def test_without_streams_or_targets_nothing_is_held_back(cost):
 
 def test_prompts_get_the_time_that_the_tightest_stream_leaves(cost):
     both = [*streams(2, itl_s=0.02), *streams(2, itl_s=0.05)]
-    left_s = MARGIN * 0.02 - BASE_S - 4 * ROW_S
+    left_s = STRETCHED * 0.02 - BASE_S - 4 * ROW_S
     decided = decide(cost, both, [prompt(5000)])
     assert decided.prompt_tokens == pytest.approx(left_s / TOKEN_S, rel=0.05)
     assert not decided.skipped
@@ -55,27 +55,38 @@ def test_prompts_are_never_starved_by_streams(cost):
     assert decide(cost, streams(30), [prompt(5000)]).prompt_tokens == 16
 
 
-def test_a_step_grows_for_a_first_token_that_can_still_be_in_time(cost):
+def test_a_step_grows_for_a_more_urgent_first_token_that_can_still_be_in_time(cost):
     eight = streams(8)
-    relaxed = decide(cost, eight, [prompt(400, due_s=10.0)]).prompt_tokens
-    urgent = decide(cost, eight, [prompt(400, due_s=0.08)]).prompt_tokens
+    relaxed = decide(cost, eight, [prompt(400, due_s=10.0, level=-1)]).prompt_tokens
+    urgent = decide(cost, eight, [prompt(400, due_s=0.07, level=-1)]).prompt_tokens
     streams_s = BASE_S + 8 * ROW_S
-    assert relaxed == pytest.approx((MARGIN * 0.02 - streams_s) / TOKEN_S, rel=0.1)
-    # 400 tokens in steps of x take 400 / x * (streams + x * token) <= 0.9 * 0.08
-    assert urgent == pytest.approx(400 * streams_s / (DUE_MARGIN * 0.08 - 400 * TOKEN_S), rel=0.1)
+    assert relaxed == pytest.approx((STRETCHED * 0.02 - streams_s) / TOKEN_S, rel=0.1)
+    # 400 tokens in steps of x take 400 / x * (streams + x * token) <= 0.9 * 0.07
+    assert urgent == pytest.approx(400 * streams_s / (DUE_MARGIN * 0.07 - 400 * TOKEN_S), rel=0.1)
     assert urgent > relaxed
 
 
+def test_for_a_first_token_of_the_streams_own_tier_no_gap_grows_beyond_its_target(cost):
+    relaxed = decide(cost, streams(8), [prompt(400, due_s=10.0)])
+    assert decide(cost, streams(8), [prompt(400, due_s=0.07)]) == relaxed
+
+
+def test_a_less_urgent_prompt_leaves_the_streams_their_whole_margin(cost):
+    streams_s = BASE_S + 8 * ROW_S
+    less = decide(cost, streams(8), [prompt(400, level=2)]).prompt_tokens
+    assert less == pytest.approx((MARGIN * 0.02 - streams_s) / TOKEN_S, rel=0.1)
+
+
 def test_earlier_prompts_count_towards_a_later_deadline(cost):
-    alone = decide(cost, streams(8), [prompt(200, due_s=0.08)]).prompt_tokens
-    behind = [prompt(200, due_s=0.07), prompt(200, due_s=0.08)]
+    alone = decide(cost, streams(8), [prompt(200, due_s=0.06, level=-1)]).prompt_tokens
+    behind = [prompt(200, due_s=0.055, level=-1), prompt(200, due_s=0.06, level=-1)]
     assert decide(cost, streams(8), behind).prompt_tokens > alone
 
 
 def test_a_lost_deadline_makes_nobody_else_late(cost):
-    relaxed = decide(cost, streams(8), [prompt(400, due_s=10.0)])
-    assert decide(cost, streams(8), [prompt(400, due_s=-1.0)]) == relaxed
-    assert decide(cost, streams(8), [prompt(400, due_s=0.03)]) == relaxed
+    relaxed = decide(cost, streams(8), [prompt(400, due_s=10.0, level=-1)])
+    assert decide(cost, streams(8), [prompt(400, due_s=-1.0, level=-1)]) == relaxed
+    assert decide(cost, streams(8), [prompt(400, due_s=0.03, level=-1)]) == relaxed
 
 
 def test_a_less_urgent_prompt_does_not_stretch_a_more_urgent_stream(cost):
