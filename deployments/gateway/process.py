@@ -33,7 +33,7 @@ from deployments.holds import HoldKeeper
 from deployments.metrics import Registry
 from deployments.replica_metrics import EXPORT_EVERY_S, SNAPSHOT_EVERY_S, exporter
 from deployments.routing.replicas import Directory
-from engine.errors import Overloaded
+from engine.errors import ConfigError, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +78,23 @@ class GatewayProcess:
 
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
-        parsed = GatewayConfig.parse(user_config)
-        await self.state.quotas.configure(parsed.limits_store)
-        await self._request_log.configure(parsed.request_log)
-        self.state.request_log = self._request_log if parsed.request_log else None
-        config = self.state.apply(user_config)
+        parsed, before = GatewayConfig.parse(user_config), self.state.config
+        try:
+            await self._keep(parsed)
+            config = self.state.apply(user_config)
+        except ConfigError:
+            await self._keep(before)
+            raise
+        self.state.request_log = self._request_log if config.request_log else None
         await self.models.apply(config)
         if self._reporter is None:
             self._reporter = background(self._report(), "metrics")
         return config
+
+    async def _keep(self, config: GatewayConfig) -> None:
+        """Limits and the request log where this configuration has them. Raises ConfigError."""
+        await self.state.quotas.configure(config.limits_store)
+        await self._request_log.configure(config.request_log)
 
     async def close(self) -> None:
         ingress.open_door(None)

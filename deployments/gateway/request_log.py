@@ -280,8 +280,7 @@ class _RotatingFile:
         self._size = file.tell()
         return file
 
-    def _rotate(self) -> None:
-        self._file.flush()
+    def _rename(self) -> None:
         for number in range(self.settings.keep - 1, 0, -1):
             older = self.path.with_name(f"{self.path.name}.{number}")
             if older.exists():
@@ -290,10 +289,16 @@ class _RotatingFile:
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
         else:
             self.path.unlink()
-        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.flush()
+        if self.path.exists():  # else it was renamed already, and no new one could be opened
+            self._rename()
         file = self._open(self.path)
         if file is None:
             raise BlockingIOError(f"{self.path}: taken by another process")
+        # Only now: what cannot be opened must not leave us with a closed file.
+        self._file.close()
         self._file = file
 
 

@@ -14,7 +14,13 @@ from cluster.replay.mix import Part
 from cluster.replay.server import ServedModel
 from cluster.replay.workload import Factors, plan
 from deployments.gateway.config import GatewayConfig, RequestLogging
-from deployments.gateway.request_log import Noted, RequestLog, block_chain, lines
+from deployments.gateway.request_log import (
+    Noted,
+    RequestLog,
+    _RotatingFile,
+    block_chain,
+    lines,
+)
 from engine.errors import ConfigError, Overloaded
 from engine.request import Request, SamplingParams
 
@@ -159,6 +165,31 @@ async def test_it_rotates_by_size_and_keeps_so_many(tmp_path: Path) -> None:
     ]
     assert kept == sorted(kept)
     assert kept[-1] == 1_800_000_059.0
+
+
+async def test_a_file_that_cannot_be_opened_costs_no_more_than_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RequestLog(KEY, "g")
+    path = tmp_path / "r.jsonl"
+    await log.configure(RequestLogging(path=str(path), max_bytes=4096, keep=2))
+    log.note(noted([1], at_s=1))
+    await log._flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(_RotatingFile, "_open", _no_descriptors)
+        for i in range(20):
+            log.note(noted([i], at_s=i))
+        await log._flush()
+    log.note(noted([1], at_s=99))
+    await log._flush()
+    await log.close()
+    files = [file.read_text() for file in tmp_path.iterdir()]
+    kept = [json.loads(line)["at"] for text in files for line in text.splitlines()]
+    assert {1_800_000_001.0, 1_800_000_099.0} <= set(kept)
+
+
+def _no_descriptors(file: _RotatingFile, path: Path) -> None:
+    raise OSError(24, "Too many open files")
 
 
 async def test_a_second_gateway_takes_a_name_of_its_own(log: RequestLog) -> None:
