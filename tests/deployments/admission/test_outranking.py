@@ -1,0 +1,125 @@
+"""Grants past the slots of work that makes way: pure queue and the engine's scheduler together."""
+
+from deployments.admission.queue import Action, AdmissionQueue, Granted
+from deployments.admission.tiers import TierRule, TierTable
+from deployments.link.messages import Acquire, Report
+from engine.cache import BlockManager
+from engine.config import CacheConfig, SchedulerConfig
+from engine.request import Request, SampledToken, SamplingParams
+from engine.scheduling import Scheduler, StepResult
+
+SLOTS = 2
+RANKS = {"priority": 0, "batch": 30}
+RULES = [
+    TierRule(name="priority", rank=0, preemptible=False),
+    TierRule(name="batch", rank=30),
+]
+
+
+class Replica:
+    """What a decode replica does with grants, a step a second."""
+
+    def __init__(self) -> None:
+        self.queue = AdmissionQueue(1, tiers=TierTable(RULES, 1))
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_running_requests=SLOTS, ageing_s=1000.0),
+            BlockManager(CacheConfig(num_blocks=1000, block_tokens=4), "weights"),
+            eos_token_ids=(0,),
+            max_context_tokens=1000,
+        )
+        self.now = 0.0
+        self.count = 0
+        self.tiers: dict[str, str] = {}
+        self.grants: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        self.carry_out(self.report())
+
+    def report(self) -> list[Action]:
+        by_tier = {name: 0 for name in RANKS}
+        for name in self.grants:
+            by_tier[self.tiers[name]] += 1
+        alive = tuple((RANKS[t], t == "batch", n, 8 * n) for t, n in by_tier.items() if n)
+        grants = tuple((1, grant, 1) for grant in self.grants.values())
+        report = Report(
+            replica_id="d", slots=SLOTS, capacity_tokens=4000, grants=grants, alive=alive
+        )
+        return self.queue.replica_reported(report, self.now)
+
+    def ask(self, tier: str) -> str:
+        self.count += 1
+        name = f"{tier}{self.count}"
+        self.tiers[name] = tier
+        acquire = Acquire(
+            ticket=self.count, cost_tokens=12, prompt_tokens=8, tier=tier, priority=RANKS[tier]
+        )
+        self.carry_out(self.queue.acquire("g", acquire, self.now))
+        return name
+
+    def carry_out(self, actions: list[Action]) -> None:
+        granted = [action for action in actions if isinstance(action, Granted)]
+        for action in granted:
+            (name,) = (n for n in self.tiers if n.removeprefix(self.tiers[n]) == str(action.ticket))
+            self.grants[name] = action.grant.grant_id
+            ids = tuple(range(100 * action.ticket, 100 * action.ticket + 8))
+            tier = self.tiers[name]
+            request = Request(
+                request_id=name,
+                prompt_ids=ids,
+                params=SamplingParams(max_tokens=4),
+                priority=RANKS[tier],
+                preemptible=tier == "batch",
+            )
+            self.scheduler.add(request, self.now)
+        if granted:
+            self.carry_out(self.report())
+
+    def step(self) -> set[str]:
+        """Who was computed."""
+        plan = self.scheduler.plan(self.now)
+        assert plan is not None
+        self.now += 1.0
+        sampled = {c.request_id: SampledToken(7) for c in plan.chunks if c.sample}
+        for committed in self.scheduler.commit(plan, StepResult(sampled), self.now):
+            name = committed.request_id
+            self.tokens[name] = self.tokens.get(name, 0) + 1
+            if committed.finish is not None:
+                del self.grants[name]
+        self.scheduler.check()
+        self.carry_out(self.report())
+        self.queue.check()
+        return {chunk.request_id for chunk in plan.chunks}
+
+
+def test_urgent_work_runs_in_the_very_next_step_and_batch_comes_back_with_all_of_its_tokens():
+    replica = Replica()
+    batch = [replica.ask("batch") for _ in range(4)]
+    assert replica.step() == set(batch[:2])
+    urgent = [replica.ask("priority"), replica.ask("priority")]
+    assert replica.step() == set(urgent)
+    late = replica.ask("priority")
+    assert late not in replica.grants, "granted past slots that nobody gives up"
+    order: list[set[str]] = []
+    while replica.grants:
+        order.append(replica.step())
+    first = {name: next(i for i, s in enumerate(order) if name in s) for name in (late, *batch)}
+    assert first[late] <= min(first[name] for name in batch)
+    assert max(first[name] for name in batch[:2]) <= min(first[name] for name in batch[2:])
+    assert replica.tokens == dict.fromkeys((*batch, *urgent, late), 4)
+
+
+def test_no_more_is_granted_than_slots_and_what_gave_its_own_up():
+    replica = Replica()
+    for _ in range(6):
+        replica.ask("batch")
+    for _ in range(6):
+        replica.ask("priority")
+    assert sorted(replica.tiers[name] for name in replica.grants) == [
+        "batch",
+        "batch",
+        "priority",
+        "priority",
+    ]
+    while replica.grants:
+        assert len(replica.step()) <= SLOTS
+        assert len(replica.grants) <= 2 * SLOTS
+    assert replica.tokens == dict.fromkeys(replica.tiers, 4)
