@@ -24,8 +24,9 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Tracked]:
-        for line in self._lines.values():
-            yield from line.values()
+        """By priority, then from front to back; ageing left out."""
+        for priority in sorted(self._lines):
+            yield from self._lines[priority].values()
 
     def append(self, tracked: Tracked) -> None:
         line = self._lines.setdefault(tracked.request.priority, OrderedDict())

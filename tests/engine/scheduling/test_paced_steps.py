@@ -160,3 +160,14 @@ def test_targets_are_checked_and_travel():
         Request(
             request_id="a", prompt_ids=(1,), params=SamplingParams(max_tokens=1), itl_target_ms=0
         )
+
+
+def test_an_urgent_prompt_is_in_sight_behind_many_that_came_before_it():
+    machine = Machine(max_running_requests=1)
+    machine.add("runs", itl_ms=100)
+    machine.step()
+    for i in range(40):
+        machine.add(f"batch-{i}", 50, priority=30)
+    machine.add("urgent", 60, priority=10, first_ms=1000)
+    in_sight = [d for d in machine.scheduler._demands(machine.now) if d.due_s is not None]
+    assert [demand.tokens for demand in in_sight] == [60]
