@@ -97,7 +97,7 @@ class Effort:
     requests: int = 300
     """Of each load; the first tenth is not judged."""
 
-    loads: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
     """Fractions of the capacity."""
 
     seed: int = 1

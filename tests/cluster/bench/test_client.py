@@ -179,7 +179,8 @@ async def test_a_refusal_is_the_results_error():
     async def refuse(_: bytes, writer: asyncio.StreamWriter) -> None:
         body = b'{"error":{"message":"all slots are taken"}}'
         writer.write(
-            b"HTTP/1.1 503 Unavailable\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            b"HTTP/1.1 503 Unavailable\r\nRetry-After: 2\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(body), body)
         )
 
     async with serving(refuse) as (url, _):
@@ -188,6 +189,10 @@ async def test_a_refusal_is_the_results_error():
         client.close()
     assert result.error == 'status 503: {"error":{"message":"all slots are taken"}}'
     assert result.end_s is None
+    assert result.status == 503
+    assert result.headers["retry-after"] == "2"
+    assert result.refused_s is not None
+    assert result.refused_s >= result.sent_s
 
 
 @pytest.mark.parametrize(

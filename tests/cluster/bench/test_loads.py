@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from cluster.bench.client import StreamResult
-from cluster.bench.loads import Ask, arrivals, closed_loop
+from cluster.bench.loads import Ask, arrivals, at_times, closed_loop, poisson_times
 
 
 class Recorder:
@@ -61,3 +62,20 @@ async def test_spread_arrivals_keep_their_order_and_their_distance():
     await arrivals(target, ASKS, 0.1)
     assert target.order == list(range(10))
     assert target.started_s[9] - target.started_s[0] >= 0.089
+
+
+async def test_an_open_loop_sends_each_at_its_time_in_whatever_order_they_are_given():
+    target = Recorder()
+    results = await at_times(target, ASKS[:3], [0.04, 0.0, 0.02])
+    assert target.order == [1, 2, 0]
+    assert [result.text for result in results] == ["0", "1", "2"]
+    assert target.started_s[0] - target.started_s[2] > 0
+
+
+def test_poisson_arrivals_are_in_order_within_their_time_and_as_many_as_the_rate_says():
+    times = poisson_times(50.0, 100.0, random.Random(3))
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert times[-1] < 100.0
+    assert abs(len(times) - 5000) < 4 * 5000**0.5
+    assert times == poisson_times(50.0, 100.0, random.Random(3))
