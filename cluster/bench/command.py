@@ -11,7 +11,7 @@ from cluster.cli import emit, interrupt_on_signals, json_option, say
 
 @click.group()
 def bench() -> None:
-    """Measure the engine alone, or what the cluster adds to it."""
+    """Measure the engine, what the cluster adds to it, its queue, tiers, batching and overload."""
 
 
 @bench.command("engine")

@@ -92,7 +92,7 @@ def laptop_plan(model: str, *, quick: bool) -> Plan:
         slots=8,
         ttft_s=1.0,
         itl_s=0.15,
-        interactive_rate=10.0 if not quick else 5.0,
+        interactive_rate=5.0 if quick else 12.0,
         interactive_samples=20 if quick else 1000,
         interactive_prompt=12,
         interactive_tokens=4,
