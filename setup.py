@@ -20,6 +20,9 @@ setup(
                 f"{SOURCE}/{name}"
                 for name in (
                     "abi.h",
+                    "codes.hpp",
+                    "codes_avx2.hpp",
+                    "codes_avx512.hpp",
                     "decoder.hpp",
                     "includes.hpp",
                     "model.hpp",

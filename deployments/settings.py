@@ -61,6 +61,12 @@ class ModelArgs(_Strict):
     backend: Literal["auto", "native", "torch"] = "auto"
     """`native` is refused where it can't be had, `auto` then takes `torch`."""
 
+    quantisation: Literal["keep", "none", "int8", "int4"] = "keep"
+    """Of the matrices: as the file stores them, numbers of `dtype`, or codes rounded at load."""
+
+    quantisation_group: Literal[32, 64, 128] | None = None
+    """Inputs that share a scale, with int8 and int4. None: 32."""
+
     accelerator: Literal["cpu"] = "cpu"
     max_context_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -78,7 +84,12 @@ class ModelArgs(_Strict):
         """The engine's own value. Raises ConfigError for what only it can judge."""
         return EngineConfig(
             model=ModelConfig(
-                name=self.name, source=self.source, dtype=self.dtype, backend=self.backend
+                name=self.name,
+                source=self.source,
+                dtype=self.dtype,
+                backend=self.backend,
+                quantisation=self.quantisation,
+                quantisation_group=self.quantisation_group,
             ),
             max_context_tokens=self.max_context_tokens,
             max_output_tokens=self.max_output_tokens,

@@ -9,6 +9,9 @@ from engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 Backend = Literal["auto", "native", "torch"]
+Quantisation = Literal["keep", "none", "int8", "int4"]
+
+QUANTISATION_GROUPS = (32, 64, 128)
 
 
 def _at_least(name: str, value: float, low: float, why: str = "") -> None:
@@ -34,6 +37,29 @@ class ModelConfig:
     """What computes a step: `torch`, or the package's own `native` code (refused where it was not
     built or lacks the dtype). `auto`: native for bfloat16 and float32 where possible. Their KV
     differs by rounding only and may be exchanged."""
+
+    quantisation: Quantisation = "keep"
+    """What the matrices are kept as. `keep`: what the file stores, as codes where it is quantised
+    (and codes lose nothing); `none`: numbers of `dtype`; `int8`, `int4`: rounded to codes at load,
+    each group of inputs with a scale (the head to int8 with either)."""
+
+    quantisation_group: int | None = None
+    """Inputs that share a scale, with int8 and int4: 32, 64 or 128. None: 32."""
+
+    def __post_init__(self) -> None:
+        group = self.quantisation_group
+        if group is None:
+            return
+        if self.quantisation not in ("int8", "int4"):
+            raise ConfigError(
+                f"model {self.name!r}: quantisation_group={group} with quantisation="
+                f"{self.quantisation!r}: groups are chosen for int8 and int4 only: leave it out"
+            )
+        if group not in QUANTISATION_GROUPS:
+            raise ConfigError(
+                f"model {self.name!r}: quantisation_group={group}: must be one of "
+                f"{', '.join(map(str, QUANTISATION_GROUPS))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -17,7 +19,12 @@ from engine.models.model import Model
 from engine.models.tiny import TINY_ARCHITECTURE, tiny_fingerprint, tiny_tensors
 from engine.native.decoder import NativeDecoder
 from engine.native.library import NativeUnavailable, native_available, variants
+from engine.quantisation.codes import CodedMatrix
+from engine.quantisation.rounding import round_to_codes
+from engine.weights.checkpoint import Lazy
 from engine.weights.load import load_checkpoint
+
+DEFAULT_GROUP = 32
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +55,18 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
         return FakeModel()
     if config.source == "tiny":
         dtype = torch.float64 if config.dtype == "auto" else compute_dtype(config.dtype)
-        return _decoder(config, TINY_ARCHITECTURE, tiny_tensors(), dtype, tiny_fingerprint(dtype))
+        return _decoder(
+            config, TINY_ARCHITECTURE, tiny_tensors(), {}, dtype, tiny_fingerprint(dtype)
+        )
     dtype = compute_dtype(config.dtype)
     checkpoint = load_checkpoint(config.source, dtype)
     return _decoder(
-        config, checkpoint.architecture, checkpoint.tensors, dtype, checkpoint.fingerprint
+        config,
+        checkpoint.architecture,
+        checkpoint.tensors,
+        checkpoint.coded,
+        dtype,
+        checkpoint.fingerprint,
     )
 
 
@@ -60,10 +74,16 @@ def _decoder(
     config: ModelConfig,
     architecture: Architecture,
     tensors: Mapping[str, Tensor],
+    stored: Mapping[str, CodedMatrix],
     dtype: torch.dtype,
     fingerprint: str,
 ) -> Model:
     """The native decoder where the configuration and the machine allow it, else torch's."""
+    coded = _coded(config, architecture, tensors, stored)
+    if coded:
+        # Codes are not the rounded numbers: KV of one is none of the other's.
+        form = f"{fingerprint} {config.quantisation} {config.quantisation_group or DEFAULT_GROUP}"
+        fingerprint = sha256(form.encode()).hexdigest()
     name = str(dtype).removeprefix("torch.")
     # float64 is for comparing results, also between machines: torch computes it everywhere.
     wanted = config.backend == "native" or (
@@ -75,7 +95,9 @@ def _decoder(
             reason = f"no vector instructions of this processor are known for {name}"
         if reason is None:
             try:
-                model = NativeDecoder(architecture, tensors, dtype=dtype, fingerprint=fingerprint)
+                model = NativeDecoder(
+                    architecture, tensors, coded=coded, dtype=dtype, fingerprint=fingerprint
+                )
             except NativeUnavailable as error:
                 reason = str(error)
             else:
@@ -91,7 +113,49 @@ def _decoder(
         logger.warning(
             "model %s is computed by torch, several times slower: %s", config.name, reason
         )
-    return Decoder(architecture, tensors, dtype=dtype, fingerprint=fingerprint)
+    expanded = _expanded(tensors, coded, dtype)
+    return Decoder(architecture, expanded, dtype=dtype, fingerprint=fingerprint)
+
+
+def _coded(
+    config: ModelConfig,
+    architecture: Architecture,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, CodedMatrix],
+) -> Mapping[str, CodedMatrix]:
+    """The matrices that the configuration wants as codes."""
+    if config.quantisation == "keep":
+        return stored
+    if config.quantisation == "none":
+        return {}
+    group = config.quantisation_group or DEFAULT_GROUP
+    head = "embed" if architecture.tied_embeddings else "head"
+
+    def rounded(name: str) -> CodedMatrix:
+        # Every token is chosen by the head: as elsewhere, it is not cut to 4 bits.
+        bits = 4 if config.quantisation == "int4" and name != head else 8
+        return round_to_codes(tensors[name], bits, group)
+
+    matrices = {
+        name
+        for name, shape in architecture.tensor_shapes().items()
+        if len(shape) == 2 and name != "embed"
+    }
+    return Lazy({name: functools.partial(rounded, name) for name in matrices | {head}})
+
+
+def _expanded(
+    tensors: Mapping[str, Tensor], coded: Mapping[str, CodedMatrix], dtype: torch.dtype
+) -> Mapping[str, Tensor]:
+    """All tensors as numbers: those that are codes as what the codes stand for."""
+    if not coded:
+        return tensors
+    readers = {name: functools.partial(tensors.__getitem__, name) for name in tensors}
+    return Lazy(readers | {name: functools.partial(_expand, coded, name, dtype) for name in coded})
+
+
+def _expand(coded: Mapping[str, CodedMatrix], name: str, dtype: torch.dtype) -> Tensor:
+    return coded[name].expand(dtype)
 
 
 def compute_dtype(dtype: DType) -> torch.dtype:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from ctypes import byref, c_void_p
+from ctypes import Array, byref, c_void_p
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from engine.native.library import (
     DTYPES,
     PARTS,
     VARIANTS,
+    Codes,
     NativeUnavailable,
     Shape,
     Step,
@@ -38,15 +39,18 @@ from engine.native.library import (
     load_library,
     variants,
 )
+from engine.quantisation.codes import CodedMatrix, alike
 
 
 class NativeDecoder:
     """Implements `Model`.
 
-    tensors and fingerprint: as for `Decoder`. num_threads: None takes torch's setting. variant:
-    None takes the fastest that this processor has; library: another build, for tests. Raises
-    NativeUnavailable. Not thread-safe: one pass at a time; each pass uses all threads and leaves
-    the interpreter's lock to others meanwhile.
+    tensors and fingerprint: as for `Decoder`. coded: matrices to keep as codes, by the same names;
+    they go before `tensors`, but where the parts of one product differ in form, which are expanded.
+    The head of a model with tied embeddings is `embed`. num_threads: None takes torch's setting.
+    variant: None takes the fastest that this processor has; library: another build, for tests.
+    Raises NativeUnavailable. Not thread-safe: one pass at a time; each pass uses all threads and
+    leaves the interpreter's lock to others meanwhile.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class NativeDecoder:
         *,
         dtype: torch.dtype,
         fingerprint: str,
+        coded: Mapping[str, CodedMatrix] | None = None,
         num_threads: int | None = None,
         variant: Variant | None = None,
         library: Path | None = None,
@@ -86,7 +91,7 @@ class NativeDecoder:
         self.num_threads = num_threads or torch.get_num_threads()
         self._library = load_library(library)
         self._handle = self._create()
-        self._load(tensors)
+        self._load(tensors, coded or {})
         self._rotary = RotaryAngles(
             architecture.rope, architecture.head_dim, self._wide, self.device
         )
@@ -148,6 +153,21 @@ class NativeDecoder:
         )
         return out
 
+    def linear_codes(self, x: Tensor, matrix: CodedMatrix) -> Tensor:
+        """The product with a matrix of codes: x `[rows, in]` to `[rows, out]`, unrounded."""
+        x = x.to(self._wide).contiguous()
+        out = torch.empty((x.shape[0], matrix.codes.shape[0]), dtype=self._wide)
+        codes, alive = _codes([matrix])
+        _raise(
+            self._library.tailrace_linear_codes(
+                self._handle,
+                *(x.shape[0], matrix.codes.shape[0], x.shape[1]),
+                *(x.data_ptr(), codes, out.data_ptr()),
+            )
+        )
+        del alive
+        return out
+
     def gated(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`activation(x @ gate.T) * (x @ up.T)`: x `[rows, in]`, gate and up `[inner, in]`."""
         x = x.to(self._wide).contiguous()
@@ -201,14 +221,26 @@ class NativeDecoder:
         weakref.finalize(self, self._library.tailrace_destroy, handle)
         return handle
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, Tensor], coded: Mapping[str, CodedMatrix]) -> None:
         def take(name: str) -> Tensor:
             return tensors[name].to(device=self.device, dtype=self._dtype).contiguous()
 
         def put(part: str, layer: int, *names: str) -> None:
-            parts = [take(name) for name in names]
+            parts = [
+                coded[name].expand(self._dtype) if name in coded else take(name) for name in names
+            ]
             pointers = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
             _raise(self._library.tailrace_load(self._handle, PARTS.index(part), layer, pointers))
+
+        def put_matrix(part: str, layer: int, *names: str) -> None:
+            matrices = [coded[name] for name in names if name in coded]
+            matching = alike(matrices) if len(matrices) == len(names) else None
+            if matching is None:
+                put(part, layer, *names)
+                return
+            codes, alive = _codes(matching)
+            _raise(self._library.tailrace_load_codes(self._handle, PARTS.index(part), layer, codes))
+            del alive
 
         a = self.architecture
         self._embed = take("embed")  # read where it lies
@@ -217,17 +249,17 @@ class NativeDecoder:
         for i in range(a.num_layers):
             at = f"layers.{i}"
             put("attn_norm", i, f"{at}.attn_norm")
-            put("qkv", i, *(f"{at}.{x}" for x in "qkv"))
+            put_matrix("qkv", i, *(f"{at}.{x}" for x in "qkv"))
             if a.qkv_bias:
                 put("qkv_bias", i, *(f"{at}.{x}.bias" for x in "qkv"))
             if a.qk_norm:
                 put("qk_norm", i, *(f"{at}.{x}_norm" for x in "qk"))
-            put("o", i, f"{at}.o")
+            put_matrix("o", i, f"{at}.o")
             put("mlp_norm", i, f"{at}.mlp_norm")
-            put("gate_up", i, f"{at}.gate", f"{at}.up")
-            put("down", i, f"{at}.down")
+            put_matrix("gate_up", i, f"{at}.gate", f"{at}.up")
+            put_matrix("down", i, f"{at}.down")
         put("norm", 0, "norm")
-        put("head", 0, "embed" if a.tied_embeddings else "head")
+        put_matrix("head", 0, "embed" if a.tied_embeddings else "head")
 
     def _arguments(
         self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext
@@ -266,6 +298,26 @@ class NativeDecoder:
         self._cos = cos[:, 0, :half].contiguous()
         self._sin = sin[:, 0, half:].contiguous()
         self._num_angles = count
+
+
+def _codes(matrices: list[CodedMatrix]) -> tuple[Array[Codes], list[Tensor]]:
+    """Matrices as the library takes them, and the tensors that must outlive the call."""
+    alive: list[Tensor] = []
+
+    def pointer(x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        alive.append(x.contiguous())
+        return alive[-1].data_ptr()
+
+    entries = [
+        Codes(
+            *(m.bits, m.group),
+            *(pointer(x) for x in (m.codes, m.scales, m.minimums, m.order)),
+        )
+        for m in matrices
+    ]
+    return (Codes * len(entries))(*entries), alive
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:

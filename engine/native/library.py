@@ -34,7 +34,7 @@ PARTS: Final = (
 )
 """In the order of their numbers."""
 
-_ABI = 2
+_ABI = 3
 
 
 class NativeUnavailable(EngineError):
@@ -50,6 +50,15 @@ class Shape(Structure):
         ("norm_eps", c_double),
         *((name, c_int32) for name in ("qkv_bias", "qk_norm", "gelu_tanh")),
         *((name, c_int32) for name in ("dtype", "variant", "threads")),
+    )
+
+
+class Codes(Structure):
+    """`tailrace_codes` of `abi.h`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("bits", "group")),
+        *((name, c_void_p) for name in ("codes", "scales", "minimums", "order")),
     )
 
 
@@ -104,9 +113,14 @@ def load_library(path: Path | None) -> ctypes.CDLL:
         "tailrace_create": (c_void_p, (POINTER(Shape),)),
         "tailrace_destroy": (None, (c_void_p,)),
         "tailrace_load": (c_char_p, (c_void_p, c_int32, c_int64, POINTER(c_void_p))),
+        "tailrace_load_codes": (c_char_p, (c_void_p, c_int32, c_int64, POINTER(Codes))),
         "tailrace_step_run": (c_char_p, (c_void_p, POINTER(Step))),
         "tailrace_products": (c_char_p, (c_void_p, c_int64, c_int64)),
         "tailrace_linear": (c_char_p, (c_void_p, *counts, *pointers, c_void_p)),
+        "tailrace_linear_codes": (
+            c_char_p,
+            (c_void_p, *counts, c_void_p, POINTER(Codes), c_void_p),
+        ),
         "tailrace_gated": (c_char_p, (c_void_p, *counts, *pointers, c_void_p)),
         "tailrace_norm": (c_char_p, (c_void_p, c_int64, c_int64, *pointers)),
         "tailrace_attention": (

@@ -5,29 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture
+from engine.quantisation.codes import CodedMatrix
+
+T = TypeVar("T")
 
 _HASH_CHUNK_BYTES = 8 * 1024 * 1024
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by canonical name, each read and converted anew on every access.
+class Lazy(Mapping[str, T]):
+    """Tensors or matrices by canonical name, each read and converted anew on every access.
 
-    So a model that packs its weights never holds the checkpoint twice. Every tensor is a fresh
-    contiguous one that the caller owns.
+    So a model that packs its weights never holds the checkpoint twice. Everything is fresh and
+    contiguous, and the caller's own.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, readers: Mapping[str, Callable[[], T]]) -> None:
         self._readers = dict(readers)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> T:
         return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:
@@ -44,6 +48,9 @@ class Checkpoint:
     architecture: Architecture
     tensors: Mapping[str, Tensor]
     """Exactly the names and shapes of `architecture.tensor_shapes()`, in the dtype asked for."""
+
+    coded: Mapping[str, CodedMatrix] = field(default_factory=dict[str, CodedMatrix])
+    """Those matrices that are stored as codes, losslessly; `tensors` has them expanded."""
 
     fingerprint: str
     """Hex sha256 over weights, arithmetic and dtype: equal means that KV may be exchanged."""

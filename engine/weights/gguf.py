@@ -1,10 +1,11 @@
-"""Weights from a GGUF file: Llama, Qwen2 and Qwen3 families, plain and simply quantised types."""
+"""Weights from a GGUF file: Llama, Qwen2 and Qwen3 families, plain and quantised types."""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture, Llama3Scaling, Rope
+from engine.quantisation.codes import CodedMatrix
 from engine.text.gguf_header import GGUFHeader, TensorInfo, read_gguf_header
 from engine.text.tokenizer import eos_ids_from_gguf
-from engine.weights.checkpoint import Checkpoint, LazyTensors, check_tensors, fingerprint
-from engine.weights.mapped_file import SERIAL_ELEMENTS, MappedFile, convert
+from engine.weights.checkpoint import Checkpoint, Lazy, check_tensors, fingerprint
+from engine.weights.gguf_blocks import BLOCK_TYPES, coded_matrix, dequantise
+from engine.weights.mapped_file import MappedFile, convert
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -40,8 +43,6 @@ _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK_ELEMENTS = 32
-_STEP_BLOCKS = SERIAL_ELEMENTS // _BLOCK_ELEMENTS
 
 
 def load_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
@@ -58,18 +59,22 @@ def load_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
         path, architecture, {name: header.tensors[raw].shape for raw, name in canonical.items()}
     )
     readers: dict[str, Callable[[], Tensor]] = {}
+    coded: dict[str, Callable[[], CodedMatrix]] = {}
     for raw, name in canonical.items():
         info = header.tensors[raw]
-        if info.type_name not in _PLAIN and info.type_name not in _QUANTISED:
+        if info.type_name not in _PLAIN and info.type_name not in BLOCK_TYPES:
             raise ConfigError(
                 f"{path}: tensor {raw!r} is stored as {info.type_name}: supported are "
-                f"{', '.join((*_PLAIN, *_QUANTISED))}; quantise the model to one of those"
+                f"{', '.join((*_PLAIN, *BLOCK_TYPES))}; quantise the model to one of those"
             )
         heads = _interleaved_heads(architecture, name)
         readers[name] = functools.partial(_read, file, info, heads, dtype)
+        if info.type_name in BLOCK_TYPES and BLOCK_TYPES[info.type_name].codes is not None:
+            coded[name] = functools.partial(_read_codes, file, info, heads)
     return Checkpoint(
         architecture=architecture,
-        tensors=LazyTensors(readers),
+        tensors=Lazy(readers),
+        coded=Lazy(coded),
         fingerprint=fingerprint(architecture, dtype, [path]),
     )
 
@@ -196,21 +201,22 @@ def _interleaved_heads(architecture: Architecture, name: str) -> int | None:
 
 
 def _read(file: MappedFile, info: TensorInfo, heads: int | None, dtype: torch.dtype) -> Tensor:
+    if info.type_name not in _PLAIN:
+        return dequantise(info.type_name, _packed(file, info, heads), info.shape, dtype)
+    rows = file.view(info.offset, info.shape, _PLAIN[info.type_name])
+    return convert(rows if heads is None else _half_split(rows, heads), dtype)
+
+
+def _read_codes(file: MappedFile, info: TensorInfo, heads: int | None) -> CodedMatrix:
+    return coded_matrix(info.type_name, _packed(file, info, heads), info.shape)
+
+
+def _packed(file: MappedFile, info: TensorInfo, heads: int | None) -> Tensor:
+    """The bytes of each row, `[..., bytes per row]`."""
     assert info.num_bytes is not None, "types of unknown size were refused"
-    if info.type_name in _PLAIN:
-        rows = file.view(info.offset, info.shape, _PLAIN[info.type_name])
-    else:
-        row_bytes = info.num_bytes * info.shape[-1] // _elements(info.shape)
-        rows = file.view(info.offset, (*info.shape[:-1], row_bytes), torch.uint8)
-    if heads is not None:
-        rows = _half_split(rows, heads)
-    if info.type_name in _PLAIN:
-        return convert(rows, dtype)
-    return dequantise(info.type_name, rows, info.shape, dtype)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape)
+    row_bytes = info.num_bytes * info.shape[-1] // math.prod(info.shape)
+    rows = file.view(info.offset, (*info.shape[:-1], row_bytes), torch.uint8)
+    return rows if heads is None else _half_split(rows, heads)
 
 
 def _half_split(rows: Tensor, heads: int) -> Tensor:
@@ -221,53 +227,3 @@ def _half_split(rows: Tensor, heads: int) -> Tensor:
     count = rows.shape[0]
     pairs = rows.reshape(heads, count // heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def dequantise(
-    type_name: str, packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Unpack quantised rows.
-
-    packed: uint8, the bytes of whole rows, `[..., bytes per row]`. Returns `shape` in `dtype`; the
-    arithmetic is float32, as ggml's own (ggml-quants.c, `dequantize_row_*`).
-    """
-    block_bytes, unpack = _QUANTISED[type_name]
-    blocks = packed.reshape(-1, block_bytes)
-    out = torch.empty(blocks.shape[0], _BLOCK_ELEMENTS, dtype=dtype)
-    for start in range(0, blocks.shape[0], _STEP_BLOCKS):
-        out[start : start + _STEP_BLOCKS] = unpack(blocks[start : start + _STEP_BLOCKS])
-    return out.view(shape)
-
-
-def _halves(data: Tensor) -> Tensor:
-    """float16 columns of a block, `[blocks, n]` float32."""
-    return data.contiguous().view(torch.float16).float()
-
-
-def _nibbles(data: Tensor) -> Tensor:
-    """`[blocks, 16]` bytes to `[blocks, 32]` float32: all low nibbles, then all high ones."""
-    both = torch.empty(data.shape[0], 2, _BLOCK_ELEMENTS // 2, dtype=torch.uint8)
-    torch.bitwise_and(data, 15, out=both[:, 0])
-    torch.bitwise_right_shift(data, 4, out=both[:, 1])
-    return both.view(-1, _BLOCK_ELEMENTS).float()
-
-
-def _unpack_q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8.0).mul_(_halves(blocks[:, :2]))
-
-
-def _unpack_q4_1(blocks: Tensor) -> Tensor:
-    scale_and_minimum = _halves(blocks[:, :4])
-    return _nibbles(blocks[:, 4:]).mul_(scale_and_minimum[:, :1]).add_(scale_and_minimum[:, 1:])
-
-
-def _unpack_q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
-
-
-_QUANTISED: Mapping[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "Q4_0": (18, _unpack_q4_0),
-    "Q4_1": (20, _unpack_q4_1),
-    "Q8_0": (34, _unpack_q8_0),
-}
-"""Bytes per block of 32, and how to unpack `[blocks, bytes]` to `[blocks, 32]` float32."""

@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.models.architecture import Activation, Architecture, Llama3Scaling, Rope
 from engine.text.json_file import as_list, as_object, read_json
 from engine.text.tokenizer import eos_ids_from_directory
-from engine.weights.checkpoint import Checkpoint, LazyTensors, check_tensors, fingerprint
+from engine.weights.checkpoint import Checkpoint, Lazy, check_tensors, fingerprint
 from engine.weights.mapped_file import MappedFile, convert
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -97,7 +97,7 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
         readers[name] = functools.partial(_read, files[entry.path], entry, dtype)
     return Checkpoint(
         architecture=architecture,
-        tensors=LazyTensors(readers),
+        tensors=Lazy(readers),
         fingerprint=fingerprint(architecture, dtype, files),
     )
 

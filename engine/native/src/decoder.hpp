@@ -12,10 +12,15 @@ class Decoder {
 public:
     virtual ~Decoder() = default;
     virtual const char *load(int part, int64_t layer, const void *const *tensors) = 0;
+    virtual const char *load_codes(
+        int part, int64_t layer, const tailrace_codes *tensors) = 0;
     virtual const char *step(const tailrace_step &step) = 0;
     virtual const char *products(int64_t tokens, int64_t sampled) = 0;
     virtual const char *linear(
         int64_t rows, int64_t out, int64_t in, const void *x, const void *weight, const void *bias,
+        void *y) = 0;
+    virtual const char *linear_codes(
+        int64_t rows, int64_t out, int64_t in, const void *x, const tailrace_codes *codes,
         void *y) = 0;
     virtual const char *gated(
         int64_t rows, int64_t inner, int64_t in, const void *x, const void *gate, const void *up,

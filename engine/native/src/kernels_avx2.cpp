@@ -7,10 +7,10 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 namespace tailrace {
@@ -18,6 +18,7 @@ namespace {
 
 #include "model.hpp"
 #include "panels.hpp"
+#include "codes_avx2.hpp"
 
 struct Avx2Floats {
     using F = float;
@@ -76,7 +77,9 @@ struct Avx2Floats {
 };
 
 template <class Stored>
-struct Avx2 : Avx2Floats, Plain<Avx2<Stored>, float, Stored> {};
+struct Avx2 : Avx2Floats, Plain<Avx2<Stored>, float, Stored> {
+    using Codes = Avx2Codes;
+};
 
 }  // namespace
 

@@ -8,11 +8,12 @@
 
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma"))), \
+    __attribute__((target( \
+        "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c"))), \
     apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")
 #endif
 
 namespace tailrace {
@@ -20,6 +21,8 @@ namespace {
 
 #include "model.hpp"
 #include "panels.hpp"
+#include "codes_avx2.hpp"
+#include "codes_avx512.hpp"
 
 struct Avx512Floats {
     using F = float;
@@ -65,7 +68,10 @@ struct Avx512Floats {
     }
 };
 
-struct Avx512Single : Avx512Floats, Plain<Avx512Single, float, float> {
+// Products: of codes, on processors with VNNI and without.
+template <class Products>
+struct Avx512Single : Avx512Floats, Plain<Avx512Single<Products>, float, float> {
+    using Codes = Products;
     static constexpr int R = 12;
 };
 
@@ -75,6 +81,7 @@ struct Avx512Pairs : Avx512Floats {
     using A = bf16;
     using M = uint32_t;
     using T = uint32_t;
+    using Codes = Avx512Codes;
     static constexpr int PAIR = 2, R = 12;
 
     static M term(const bf16 *row, int64_t k, int64_t in) {
@@ -181,7 +188,10 @@ struct Avx512Pairs : Avx512Floats {
 
 std::unique_ptr<Decoder> make_avx512(const tailrace_shape &shape) {
     switch (shape.dtype) {
-        case TAILRACE_FLOAT32: return std::make_unique<Model<Avx512Single>>(shape);
+        case TAILRACE_FLOAT32:
+            if (__builtin_cpu_supports("avx512vnni"))
+                return std::make_unique<Model<Avx512Single<Avx512Codes>>>(shape);
+            return std::make_unique<Model<Avx512Single<Avx2Codes>>>(shape);
         case TAILRACE_BFLOAT16: return std::make_unique<Model<Avx512Pairs>>(shape);
     }
     return nullptr;

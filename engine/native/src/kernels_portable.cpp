@@ -53,7 +53,9 @@ struct Short {
 };
 
 template <class Number, class Stored>
-struct Portable : Short<Number>, Plain<Portable<Number, Stored>, Number, Stored> {};
+struct Portable : Short<Number>, Plain<Portable<Number, Stored>, Number, Stored> {
+    using Codes = std::conditional_t<std::is_same_v<Number, double>, ExactCodes, PlainCodes>;
+};
 
 }  // namespace
 

@@ -9,12 +9,14 @@
 //   PAIR  2: products take two neighbouring terms at once (a panel holds 32-bit pairs), else 1
 //   M, T  an element of a packed weight, and of a panel packed from the KV pool
 //   R     rows a product computes at once
+//   Codes products of quantised weights (codes.hpp)
 //
 // Every row is summed in an order that depends on nothing but its own length and position: neither
 // on the batch around it, nor on how a prompt is cut into chunks, nor on the size of a page, nor on
 // the number of threads. So equal tokens have equal logits to the last bit, however computed.
 
-constexpr int GROUP = 32;  // outputs of a panel
+#include "codes.hpp"
+
 constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
 constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
 constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
@@ -49,6 +51,29 @@ Buffer<T> allocate(int64_t count) {
     std::memset(p, 0, bytes);
     return Buffer<T>(static_cast<T *>(p));
 }
+
+// Memory that is given out once and kept, in pieces large enough for huge pages.
+class Arena {
+public:
+    template <class T>
+    T *take(int64_t count) {
+        const int64_t bytes = round_up(count * int64_t(sizeof(T)), 64);
+        if (bytes > left_) {
+            left_ = std::max(bytes, int64_t{1} << 25);
+            pieces_.push_back(allocate<uint8_t>(left_));
+            next_ = pieces_.back().get();
+        }
+        uint8_t *taken = next_;
+        next_ += bytes;
+        left_ -= bytes;
+        return reinterpret_cast<T *>(taken);
+    }
+
+private:
+    std::vector<Buffer<uint8_t>> pieces_;
+    uint8_t *next_ = nullptr;
+    int64_t left_ = 0;
+};
 
 // Memory that grows and keeps nothing.
 template <class T>
@@ -155,15 +180,39 @@ class Model final : public Decoder {
     using T = typename P::T;
     static constexpr int W = P::W, PAIR = P::PAIR;
 
+    using Coded = typename P::Codes;
+    using N = typename CodedRows<F>::N;
+    static constexpr bool EXACT = std::is_same_v<F, double>;
+
+    // One or the other.
+    struct Weight {
+        Matrix<P> plain;
+        Codes codes;
+    };
+
     struct Layer {
         Buffer<F> attn_norm, mlp_norm, q_norm, k_norm, bias;
-        Matrix<P> qkv, o, gate_up, down;
+        Weight qkv, o, gate_up, down;
+    };
+
+    // Rows for products of codes.
+    struct Rows {
+        Scratch<N> data;
+        Scratch<F> scale;
+        Scratch<int32_t> sums;
+        void reserve(int64_t rows, int64_t in) {
+            data.reserve(rows * in);
+            scale.reserve(rows);
+            sums.reserve(rows * (in / BLOCK));
+        }
     };
 
     struct Private {  // of one thread
         Buffer<F> sums, scores, out, top, total;
         Buffer<A> q, p;
         Buffer<T> keys, values;
+        Rows rows;
+        Scratch<uint8_t> panel;
     };
 
 public:
@@ -182,9 +231,6 @@ public:
           scale_(F(1) / std::sqrt(F(s.head_dim))),
           layers_(static_cast<size_t>(s.layers)),
           team_(s.threads) {
-        int64_t size = elements(qkv_size_, s.hidden) + elements(s.hidden, q_size_);
-        size += elements(round_up(s.inner, 16) * 2, s.hidden) + elements(s.hidden, s.inner);
-        arena_size_ = size * s.layers + elements(s.vocab, s.hidden);
         const int64_t rows = query_tokens_ * share_;
         for (int i = 0; i < team_.size(); i++)
             private_.push_back(Private{
@@ -197,12 +243,13 @@ public:
                 allocate<A>(rows * KEYS),
                 allocate<T>(round_up(s.head_dim, PAIR) / PAIR * KEYS),
                 allocate<T>(padded_dim_ * KEYS / PAIR),
+                {},
+                {},
             });
     }
 
     const char *load(int part, int64_t layer, const void *const *tensors) override {
         if (layer < 0 || layer >= s_.layers) return "no such layer";
-        if (!arena_) arena_ = allocate<M>(arena_size_);
         Layer &l = layers_[static_cast<size_t>(layer)];
         const auto at = [&](int i) { return static_cast<const KV *>(tensors[i]); };
         switch (part) {
@@ -222,27 +269,26 @@ public:
                     for (int64_t j = 0; j < sizes[i]; j++) *to++ = widen(at(i)[j]);
                 return nullptr;
             }
-            case TAILRACE_QKV:
-                return put(l.qkv, qkv_size_, s_.hidden, [&](int64_t r) {
-                    if (r < q_size_) return at(0) + r * s_.hidden;
-                    r -= q_size_;
-                    if (r < kv_size_) return at(1) + r * s_.hidden;
-                    return at(2) + (r - kv_size_) * s_.hidden;
-                });
-            case TAILRACE_O:
-                return put(l.o, s_.hidden, q_size_, [&](int64_t r) { return at(0) + r * q_size_; });
-            case TAILRACE_GATE_UP:
-                return put(
-                    l.gate_up, round_up(s_.inner, 16) * 2, s_.hidden,
-                    interleaved(at(0), at(1), s_.inner, s_.hidden));
-            case TAILRACE_DOWN:
-                return put(
-                    l.down, s_.hidden, s_.inner, [&](int64_t r) { return at(0) + r * s_.inner; });
-            case TAILRACE_HEAD:
-                return put(
-                    head_, s_.vocab, s_.hidden, [&](int64_t r) { return at(0) + r * s_.hidden; });
         }
-        return "no such part";
+        return place(part, layer, [&](Weight &weight, int64_t out, int64_t in, auto &&source) {
+            weight.codes = {};
+            put(weight.plain, out, in, [&](int64_t r) -> const KV * {
+                const auto [tensor, row] = source(r);
+                return tensor < 0 ? nullptr : at(tensor) + row * in;
+            });
+        });
+    }
+
+    const char *load_codes(int part, int64_t layer, const tailrace_codes *tensors) override {
+        if (layer < 0 || layer >= s_.layers) return "no such layer";
+        const char *fault = nullptr;
+        const char *other =
+            place(part, layer, [&](Weight &weight, int64_t out, int64_t in, auto &&source) {
+                fault = put_codes(weight.codes, arena_, out, in, tensors, source);
+                weight.plain = {};
+                widest_ = std::max(widest_, round_up(in, BLOCK));
+            });
+        return other ? other : fault;
     }
 
     const char *step(const tailrace_step &step) override {
@@ -257,6 +303,7 @@ public:
         attention_.reserve(tokens * attended_);
         inside_.reserve(tokens * inner_);
         kept_.reserve(sampled * hidden_);
+        coded_.reserve(tokens, widest_);
         team_.run([&](Lane &lane) { pass(lane, step); });
         return nullptr;
     }
@@ -266,6 +313,7 @@ public:
         normed_.reserve(tokens * hidden_);
         attention_.reserve(tokens * attended_);
         inside_.reserve(tokens * inner_);
+        coded_.reserve(tokens, widest_);
         const auto drop = [](int64_t, int64_t, const F *) {};
         team_.run([&](Lane &lane) {
             for (int64_t l = 0; l < s_.layers; l++) {
@@ -300,15 +348,35 @@ public:
         return nullptr;
     }
 
+    const char *linear_codes(
+        int64_t rows, int64_t out, int64_t in, const void *x, const tailrace_codes *codes,
+        void *y) override {
+        Weight weight;
+        Arena memory;
+        const auto same = [&](int64_t r) { return Place{r < out ? 0 : -1, r}; };
+        if (const char *fault = put_codes(weight.codes, memory, out, in, codes, same)) return fault;
+        const int64_t lda = round_up(in, GROUP);
+        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        coded_.reserve(rows, round_up(in, BLOCK));
+        team_.run([&](Lane &lane) {
+            multiply(lane, weight, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+                store_row(static_cast<F *>(y) + r * out, out, g, c, nullptr);
+            });
+        });
+        return nullptr;
+    }
+
     const char *gated(
         int64_t rows, int64_t inner, int64_t in, const void *x, const void *gate, const void *up,
         void *y) override {
         Matrix<P> matrix;
         const int64_t out = round_up(inner, 16) * 2;
         Buffer<M> memory = allocate<M>(elements(out, in));
-        pack(
-            matrix, memory.get(), out, in,
-            interleaved(static_cast<const KV *>(gate), static_cast<const KV *>(up), inner, in));
+        pack(matrix, memory.get(), out, in, [&](int64_t r) -> const KV * {
+            const auto [tensor, row] = interleaved(r, inner);
+            if (tensor < 0) return nullptr;
+            return static_cast<const KV *>(tensor ? up : gate) + row * in;
+        });
         const int64_t lda = round_up(in, GROUP), ldy = round_up(inner, 16);
         Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
         Buffer<A> result = allocate<A>(rows * ldy);
@@ -379,25 +447,120 @@ private:
         return to;
     }
 
+    // Where a row of a packed matrix comes from: which of its tensors (none: -1), and which row.
+    struct Place {
+        int tensor;
+        int64_t row;
+    };
+
     // 16 rows of gate, then the same 16 of up: one panel holds both sides of what it yields.
-    static auto interleaved(const KV *gate, const KV *up, int64_t inner, int64_t in) {
-        return [=](int64_t r) -> const KV * {
-            const int64_t row = r / 32 * 16 + r % 16;
-            if (row >= inner) return nullptr;
-            return (r % 32 < 16 ? gate : up) + row * in;
-        };
+    static Place interleaved(int64_t r, int64_t inner) {
+        const int64_t row = r / 32 * 16 + r % 16;
+        return {row < inner ? (r % 32 < 16 ? 0 : 1) : -1, row};
+    }
+
+    // fill(weight, out, in, source) for the matrix that `part` is; source(row) says its Place.
+    template <class Fill>
+    const char *place(int part, int64_t layer, Fill &&fill) {
+        Layer &l = layers_[static_cast<size_t>(layer)];
+        const auto whole = [](int64_t r) { return Place{0, r}; };
+        switch (part) {
+            case TAILRACE_QKV:
+                fill(l.qkv, qkv_size_, s_.hidden, [&](int64_t r) {
+                    if (r < q_size_) return Place{0, r};
+                    r -= q_size_;
+                    return r < kv_size_ ? Place{1, r} : Place{2, r - kv_size_};
+                });
+                return nullptr;
+            case TAILRACE_O: fill(l.o, s_.hidden, q_size_, whole); return nullptr;
+            case TAILRACE_GATE_UP:
+                fill(l.gate_up, round_up(s_.inner, 16) * 2, s_.hidden, [&](int64_t r) {
+                    return interleaved(r, s_.inner);
+                });
+                return nullptr;
+            case TAILRACE_DOWN: fill(l.down, s_.hidden, s_.inner, whole); return nullptr;
+            case TAILRACE_HEAD: fill(head_, s_.vocab, s_.hidden, whole); return nullptr;
+        }
+        return "no such part";
     }
 
     template <class Row>
-    const char *put(Matrix<P> &matrix, int64_t out, int64_t in, Row &&row) {
-        const int64_t size = elements(out, in);
+    void put(Matrix<P> &matrix, int64_t out, int64_t in, Row &&row) {
         // A part loaded again goes where it was.
-        M *to = matrix.data ? const_cast<M *>(matrix.data) : arena_.get() + arena_used_;
-        if (!matrix.data) {
-            if (arena_used_ + size > arena_size_) return "more weights than the shape has";
-            arena_used_ += size;
-        }
+        M *to = matrix.data ? const_cast<M *>(matrix.data)
+                            : arena_.template take<M>(elements(out, in));
         pack(matrix, to, out, in, row);
+    }
+
+    // `tensors`: as many as the part has, alike in bits, group, order and in having minimums.
+    template <class Source>
+    static const char *put_codes(
+        Codes &codes, Arena &arena, int64_t out, int64_t in, const tailrace_codes *tensors,
+        Source &&source) {
+        const tailrace_codes &like = tensors[0];
+        if (like.bits != 4 && like.bits != 8) return "codes of 4 or 8 bits are known";
+        if (like.group < BLOCK || like.group % BLOCK) return "groups are multiples of 32";
+        const int64_t groups = (in + like.group - 1) / like.group;
+        codes.out = out;
+        codes.in = in;
+        codes.panels = round_up(out, GROUP) / GROUP;
+        codes.blocks = round_up(in, BLOCK) / BLOCK;
+        codes.group_blocks = like.group / BLOCK;
+        codes.bits = like.bits;
+        codes.minimum = like.minimums != nullptr;
+        codes.narrow_scales = Coded::NARROWS;
+        half ignored;
+        for (int64_t r = 0; r < out; r++) {
+            const Place from = source(r);
+            if (from.tensor < 0) continue;
+            const tailrace_codes &tensor = tensors[from.tensor];
+            for (int64_t g = from.row * groups; g < (from.row + 1) * groups; g++)
+                codes.narrow_scales = codes.narrow_scales &&
+                                      narrow_exactly(tensor.scales[g], ignored) &&
+                                      (!codes.minimum || narrow_exactly(tensor.minimums[g], ignored));
+        }
+        codes.stride = codes.size();
+        uint8_t *to = arena.take<uint8_t>(codes.panels * codes.stride);
+        if (like.order) {
+            int32_t *order = arena.take<int32_t>(in);
+            for (int64_t k = 0; k < in; k++) {
+                if (like.order[k] < 0 || like.order[k] >= in) return "an order that is none";
+                order[k] = like.order[k];
+            }
+            codes.order = order;
+        }
+        codes.data = to;
+        for (int64_t r = 0; r < out; r++) {
+            const Place from = source(r);
+            if (from.tensor < 0) continue;
+            const tailrace_codes &tensor = tensors[from.tensor];
+            uint8_t *panel = to + r / GROUP * codes.stride;
+            const int output = static_cast<int>(r % GROUP);
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t at = from.row * groups + g;
+                const auto put_scale = [&](int64_t i, float x) {
+                    if (codes.narrow_scales)
+                        narrow_exactly(x, reinterpret_cast<half *>(panel)[i]);
+                    else
+                        reinterpret_cast<float *>(panel)[i] = x;
+                };
+                put_scale(output, tensor.scales[at]);
+                if (codes.minimum) put_scale(GROUP + output, tensor.minimums[at]);
+                panel += codes.header();
+                const int64_t first = g * like.group;
+                const int64_t count = std::min<int64_t>(like.group, in - first);
+                const uint8_t *row = tensor.codes + from.row * in + first;
+                for (int64_t k = 0; k < count; k++) {
+                    uint8_t *block = panel + k / BLOCK * codes.block_bytes();
+                    const int within = static_cast<int>(k % BLOCK);
+                    if (codes.bits == 4)
+                        Coded::template place<4>(block, within, output, row[k]);
+                    else
+                        Coded::template place<8>(block, within, output, row[k]);
+                }
+                panel += round_up(count, BLOCK) / BLOCK * codes.block_bytes();
+            }
+        }
         return nullptr;
     }
 
@@ -421,7 +584,119 @@ private:
 
     // --- products ------------------------------------------------------------------------------
 
-    // each(row, group, sums[32]) for every row and group of x @ matrix.T.
+    // each(row, group, sums[32]) for every row and group of x @ weight.T.
+    template <class Each>
+    void multiply(
+        Lane &lane, const Weight &weight, const A *x, int64_t ldx, int64_t rows, Each &&each) {
+        if (weight.codes.data)
+            multiply(lane, weight.codes, x, ldx, rows, each);
+        else
+            multiply(lane, weight.plain, x, ldx, rows, each);
+    }
+
+    template <class Each>
+    void multiply(
+        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows, Each &&each) {
+        const CodedRows<F> left = coded(lane, codes, x, ldx, rows);
+        const int64_t pieces = (rows + ROWS - 1) / ROWS;
+        Private &mine = private_[static_cast<size_t>(lane.index)];
+        F *sums = mine.sums.get();
+        const bool wide = Coded::WIDENS && rows > 4 * Coded::ROWS;
+        if (wide) mine.panel.reserve(codes.wide_size());
+        lane.share(codes.panels * pieces, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; task++) {
+                const int64_t panel = task / pieces, first = task % pieces * ROWS;
+                const int64_t last = std::min(first + ROWS, rows);
+                CodesTask work{codes.panel(panel), codes.blocks, codes.group_blocks, !wide};
+                if constexpr (Coded::WIDENS)
+                    if (wide) {
+                        // Consecutive tasks of a claim have the same panel.
+                        if (task == begin || first == 0)
+                            widen_panel<P>(codes, work.panel, mine.panel.get());
+                        work.panel = mine.panel.get();
+                    }
+                for (int64_t r = first; r < last;) {
+                    const int64_t blocks = (last - r + Coded::ROWS - 1) / Coded::ROWS;
+                    const int n = static_cast<int>((last - r + blocks - 1) / blocks);
+                    product<P>(
+                        n, wide ? 16 : codes.bits, codes, work, left.from(r), sums, GROUP);
+                    work.ahead = false;
+                    for (int i = 0; i < n; i++) each(r + i, panel, sums + i * GROUP);
+                    r += n;
+                }
+            }
+        });
+    }
+
+    // The rows of x as products of codes take them.
+    CodedRows<F> coded(
+        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows) {
+        const int64_t padded = codes.blocks * BLOCK, groups = codes.groups();
+        Private &mine = private_[static_cast<size_t>(lane.index)];
+        // So few that waiting for each other would take longer than doing it twice.
+        const bool alone = rows <= 4 || team_.size() == 1;
+        Rows &to = alone ? mine.rows : coded_;
+        if (alone) to.reserve(rows, padded);
+        const auto one = [&](int64_t r) {
+            const A *from = x + r * ldx;
+            N *data = to.data.get() + r * padded;
+            std::fill_n(data + codes.in, padded - codes.in, N(0));
+            if constexpr (EXACT) {
+                for (int64_t k = 0; k < codes.in; k++)
+                    data[k] = from[codes.order ? codes.order[k] : k];
+            } else {
+                to.scale.get()[r] = integers_of(from, codes, data);
+                int32_t *sums = to.sums.get() + r * groups;
+                const int32_t factor = codes.minimum ? 1 : -(1 << (codes.bits - 1));
+                for (int64_t g = 0, k = 0; g < groups; g++) {
+                    int32_t sum = 0;
+                    const int64_t stop = std::min(k + codes.group_blocks * BLOCK, padded);
+                    for (; k < stop; k++) sum += data[k];
+                    sums[g] = factor * sum;
+                }
+            }
+        };
+        if (alone)
+            for (int64_t r = 0; r < rows; r++) one(r);
+        else
+            lane.share(rows, [&](int64_t begin, int64_t end) {
+                for (int64_t r = begin; r < end; r++) one(r);
+            });
+        return {to.data.get(), padded, to.scale.get(), to.sums.get(), groups};
+    }
+
+    // A row as integers of at most LARGEST; the return is what one of them stands for. A row that is
+    // not finite has a scale that is not a number.
+    static float integers_of(const A *x, const Codes &codes, int16_t *to) {
+        const int64_t size = codes.in;
+        V most = P::zero(), odd = P::zero();
+        int64_t i = 0;
+        for (; i + W <= size; i += W) {
+            const V v = P::load(x + i);
+            most = P::max(most, P::max(v, P::sub(P::zero(), v)));
+            odd = P::add(odd, P::sub(v, v));
+        }
+        float top = float(P::top(most)), fault = float(P::sum(odd));
+        for (; i < size; i++) {
+            const float v = float(widen(x[i]));
+            top = std::max(top, std::abs(v));
+            fault += v - v;
+        }
+        const float inverse = top > 0 ? LARGEST / top : 0.0f;
+        const auto integer = [&](A v) {
+            // 1.5 * 2^23 leaves the nearest integer, the even one of two, in the low bits.
+            const float rounded = float(widen(v)) * inverse + 12582912.0f;
+            uint32_t bits;
+            std::memcpy(&bits, &rounded, sizeof bits);
+            return static_cast<int16_t>(bits - 0x4b400000u);
+        };
+        if (codes.order)
+            for (int64_t k = 0; k < size; k++) to[k] = integer(x[codes.order[k]]);
+        else
+            for (int64_t k = 0; k < size; k++) to[k] = integer(x[k]);
+        return top / LARGEST + fault;
+    }
+
     template <class Each>
     void multiply(
         Lane &lane, const Matrix<P> &matrix, const A *x, int64_t ldx, int64_t rows, Each &&each) {
@@ -850,15 +1125,16 @@ private:
     const int64_t q_size_, kv_size_, qkv_size_, share_;
     const int64_t hidden_, inner_, attended_, padded_qkv_, padded_dim_, query_tokens_;
     const F scale_;
-    Buffer<M> arena_;
-    int64_t arena_size_ = 0, arena_used_ = 0;
+    Arena arena_;
     const KV *embed_ = nullptr;
     std::vector<Layer> layers_;
     Buffer<F> norm_;
-    Matrix<P> head_;
+    Weight head_;
     // Rows are padded to whole panels; the padding is zero from the allocation on.
     Scratch<F> residual_, qkv_, kept_;
     Scratch<A> normed_, q_, attention_, inside_;
+    Rows coded_;
+    int64_t widest_ = 0;  // inputs of the widest matrix of codes
     std::vector<Queries> all_, wanted_;
     std::vector<int64_t> request_of_;
     std::vector<Private> private_;

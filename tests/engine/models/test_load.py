@@ -7,6 +7,7 @@ from engine.models import load
 from engine.models.decoder import Decoder
 from engine.models.fake import FakeModel
 from engine.models.load import load_model
+from engine.native.library import native_available
 
 
 def test_the_built_in_models_are_float64_by_default():
@@ -48,6 +49,68 @@ def test_a_missing_file_is_refused_by_name():
 def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(monkeypatch, capabilities, dtype):
     monkeypatch.setattr(load.torch.cpu, "get_capabilities", lambda: capabilities)
     assert load.compute_dtype("auto") == dtype
+
+
+def logits(model):
+    """Behind a few tokens of the tiny model's."""
+    from engine.execution.inputs import step_inputs
+    from engine.execution.pool import KVPool
+    from engine.scheduling.plan import Chunk, StepPlan
+
+    chunk = Chunk(
+        request_id="a", first_token=0, token_ids=tuple(b"Quantised"), blocks=(1,), sample=True
+    )
+    flat, positions, step = step_inputs(StepPlan(chunks=(chunk,)), 16)
+    return model.forward(flat, positions, KVPool(model.layout, 2, 16), step).double()
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_quantised_at_load_is_near_the_original_and_has_a_fingerprint_of_its_own(backend):
+    if backend == "native" and native_available("float64") is not None:
+        pytest.skip("not built")
+
+    def load(**options):
+        return load_model(ModelConfig(name="m", source="tiny", backend=backend, **options))
+
+    plain = load()
+    want = logits(plain)
+    models = {
+        (quantisation, group): load(quantisation=quantisation, quantisation_group=group)
+        for quantisation in ("int8", "int4")
+        for group in (None, 128)
+    }
+    errors = {key: float((logits(m) - want).abs().mean()) for key, m in models.items()}
+    assert 0 < errors["int8", None] < errors["int4", None] < float(want.std())
+    assert errors["int8", None] < errors["int8", 128] < 0.05 * float(want.std())
+    fingerprints = {m.layout.fingerprint for m in models.values()} | {plain.layout.fingerprint}
+    assert len(fingerprints) == 5
+    assert load(quantisation="none").layout == load(quantisation="keep").layout == plain.layout
+    assert (
+        load(quantisation="int8").layout == load(quantisation="int8", quantisation_group=32).layout
+    )
+
+
+@pytest.mark.skipif(native_available("float64") is not None, reason="not built")
+@pytest.mark.parametrize("quantisation", ["int8", "int4"])
+def test_native_and_torch_quantise_alike(quantisation):
+    native, torchs = (
+        load_model(ModelConfig(name="m", source="tiny", backend=backend, quantisation=quantisation))
+        for backend in ("native", "torch")
+    )
+    assert native.layout == torchs.layout
+    assert (logits(native) - logits(torchs)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantisation_group": 64}, "quantisation_group=64 with quantisation='keep'"),
+        ({"quantisation": "int4", "quantisation_group": 48}, "must be one of 32, 64, 128"),
+    ],
+)
+def test_groups_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(name="m", source="tiny", **options)
 
 
 def test_smollm2_knows_that_paris_is_the_capital_of_france(sequence):

@@ -45,7 +45,34 @@ struct Request {
 
 static int64_t passes = 0;
 
-static void exercise(const tailrace_shape &shape, int64_t block_tokens) {
+// A matrix of codes whose bytes are all in blocks of their own.
+struct Coded {
+    std::unique_ptr<uint8_t[]> codes;
+    std::unique_ptr<float[]> scales, minimums;
+    std::unique_ptr<int32_t[]> order;
+    tailrace_codes view;
+    Coded(int64_t out, int64_t in, int64_t bits, int64_t group, bool minimum, bool narrow) {
+        const int64_t groups = (in + group - 1) / group, count = out * groups;
+        codes.reset(new uint8_t[static_cast<size_t>(out * in)]);
+        for (int64_t i = 0; i < out * in; i++)
+            codes[static_cast<size_t>(i)] = static_cast<uint8_t>(source() % (1u << bits));
+        const auto numbers = [&](double spread) {
+            std::unique_ptr<float[]> to(new float[static_cast<size_t>(count)]);
+            for (int64_t i = 0; i < count; i++)
+                to[static_cast<size_t>(i)] = narrow ? 0.015625f : static_cast<float>(spread / 3);
+            return to;
+        };
+        scales = numbers(bits == 4 ? 0.05 : 0.003);
+        if (minimum) minimums = numbers(-0.1);
+        order.reset(new int32_t[static_cast<size_t>(in)]);
+        for (int64_t i = 0; i < in; i++)
+            order[static_cast<size_t>(i)] = static_cast<int32_t>(in - 1 - i);
+        view = {bits, group, codes.get(), scales.get(), minimums.get(), order.get()};
+    }
+};
+
+// `codes`: 0, or the bits of the matrices.
+static void exercise(const tailrace_shape &shape, int64_t block_tokens, int64_t codes) {
     void *decoder = tailrace_create(&shape);
     if (!decoder) fail("no decoder");
     const int dtype = shape.dtype;
@@ -58,21 +85,34 @@ static void exercise(const tailrace_shape &shape, int64_t block_tokens) {
         if (const char *fault = tailrace_load(decoder, part, layer, pointers.data())) fail(fault);
         if (part == TAILRACE_EMBED) kept.push_back(std::move(own[0]));
     };
+    const auto load_matrices = [&](int part, int64_t layer, std::vector<int64_t> outs, int64_t in) {
+        if (!codes) {
+            for (auto &out : outs) out *= in;
+            return load(part, layer, outs, 0);
+        }
+        std::vector<Coded> own;
+        std::vector<tailrace_codes> views;
+        for (int64_t out : outs)
+            own.emplace_back(out, in, codes, codes == 4 ? 32 : 64, layer == 0, layer == 0);
+        for (auto &coded : own) views.push_back(coded.view);
+        if (const char *fault = tailrace_load_codes(decoder, part, layer, views.data()))
+            fail(fault);
+    };
     const int64_t q = shape.heads * shape.head_dim, kv = shape.kv_heads * shape.head_dim;
     const int64_t hidden = shape.hidden, inner = shape.inner;
     load(TAILRACE_EMBED, 0, {shape.vocab * hidden}, 0);
     for (int64_t l = 0; l < shape.layers; l++) {
         load(TAILRACE_ATTN_NORM, l, {hidden}, 1);
-        load(TAILRACE_QKV, l, {q * hidden, kv * hidden, kv * hidden}, 0);
+        load_matrices(TAILRACE_QKV, l, {q, kv, kv}, hidden);
         if (shape.qkv_bias) load(TAILRACE_QKV_BIAS, l, {q, kv, kv}, 0);
         if (shape.qk_norm) load(TAILRACE_QK_NORM, l, {shape.head_dim, shape.head_dim}, 1);
-        load(TAILRACE_O, l, {hidden * q}, 0);
+        load_matrices(TAILRACE_O, l, {hidden}, q);
         load(TAILRACE_MLP_NORM, l, {hidden}, 1);
-        load(TAILRACE_GATE_UP, l, {inner * hidden, inner * hidden}, 0);
-        load(TAILRACE_DOWN, l, {hidden * inner}, 0);
+        load_matrices(TAILRACE_GATE_UP, l, {inner, inner}, hidden);
+        load_matrices(TAILRACE_DOWN, l, {hidden}, inner);
     }
     load(TAILRACE_NORM, 0, {hidden}, 1);
-    load(TAILRACE_HEAD, 0, {shape.vocab * hidden}, 0);
+    load_matrices(TAILRACE_HEAD, 0, {shape.vocab}, hidden);
 
     const std::vector<Request> requests = {{1, 1}, {70, 70}, {1, 67}, {9, 130}};
     const int64_t columns = (130 + block_tokens - 1) / block_tokens, angles = 130;
@@ -180,7 +220,7 @@ int main() {
                 shape.dtype = dtype;
                 shape.variant = variant;
                 shape.threads = odd ? 3 : 1;
-                exercise(shape, odd ? 5 : 16);
+                for (int64_t codes : {0, 4, 8}) exercise(shape, odd ? 5 : 16, codes);
             }
         }
     std::printf("%lld\n", static_cast<long long>(passes));

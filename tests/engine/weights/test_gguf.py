@@ -11,7 +11,7 @@ import torch
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture, Llama3Scaling, Rope
 from engine.text.gguf_header import read_gguf_header
-from engine.weights.gguf import dequantise
+from engine.weights.gguf_blocks import BLOCK_TYPES, coded_matrix, dequantise
 from engine.weights.load import load_checkpoint
 
 Q = gguf.GGMLQuantizationType
@@ -160,6 +160,51 @@ def test_every_stored_type_reads_as_the_reference_dequantises_it(
             reference = gguf.dequantize(gguf.quantize(original, kind), kind)
             expected = torch.from_numpy(np.ascontiguousarray(reference)).to(dtype)
             assert torch.equal(checkpoint.tensors[name], expected), name
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda kind: kind.name)
+def test_a_quantised_matrix_comes_as_codes_too_in_the_order_of_its_rows(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType
+):
+    architecture = make_architecture()
+    path = write_model(tmp_path / "m.gguf", architecture, make_tensors(architecture), kind)
+    checkpoint = load_checkpoint(str(path), torch.float32)
+    matrices = {n for n, shape in architecture.tensor_shapes().items() if len(shape) == 2}
+    assert set(checkpoint.coded) == matrices
+    for name in matrices:
+        m = checkpoint.coded[name]
+        assert (m.bits, m.group) == (8 if kind == Q.Q8_0 else 4, 32)
+        assert torch.equal(m.expand(torch.float32), checkpoint.tensors[name]), name
+
+
+def test_plain_matrices_are_no_codes(tmp_path: Path):
+    architecture = make_architecture()
+    path = write_model(tmp_path / "m.gguf", architecture, make_tensors(architecture), Q.F16)
+    assert not load_checkpoint(str(path), torch.float32).coded
+
+
+def random_blocks(type_name: str, rows: int, blocks: int) -> np.ndarray:
+    """Blocks as any quantiser may write them: random bits, but scales that are numbers."""
+    random = np.random.default_rng(3)
+    kind = BLOCK_TYPES[type_name]
+    data = random.integers(0, 256, (rows * blocks, kind.num_bytes), dtype=np.uint8)
+    at = {"Q4_0": (0, 2), "Q8_0": (0, 2), "Q6_K": (208, 210)}.get(type_name, (0, 4))
+    halves = random.standard_normal((rows * blocks, (at[1] - at[0]) // 2)).astype(np.float16)
+    data[:, at[0] : at[1]] = halves.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_random_blocks_are_what_the_reference_says(type_name: str):
+    packed = random_blocks(type_name, 30, 8 if type_name.endswith("_K") else 40)
+    want = gguf.dequantize(packed, Q[type_name])
+    rows = torch.from_numpy(packed)
+    assert np.array_equal(dequantise(type_name, rows, want.shape, torch.float32).numpy(), want)
+    if BLOCK_TYPES[type_name].codes is not None:
+        coded = coded_matrix(type_name, rows, want.shape)
+        assert np.array_equal(coded.expand(torch.float32).numpy(), want)
+    else:
+        assert type_name == "Q6_K"  # its groups are of 16
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda kind: kind.name)
