@@ -24,8 +24,9 @@ from engine.text.tokenizer import Tokenizer
 _TOKENS = tuple(SampledToken(byte) for byte in b"the quick brown fox jumps over the lazy dog ")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
+    request_id: RequestId
     order: tuple[int, int]
     """Priority, and running number for those of the same."""
 
@@ -50,6 +51,12 @@ class SyntheticEngine:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _work: threading.Event = field(default_factory=threading.Event)
     _next_tick: float = 0.0
+    _batch: list[_Running] = field(default_factory=list[_Running])
+    """Those with a slot, as of the last tick."""
+
+    _changed: bool = False
+    """Somebody came or went since."""
+
     _arrivals: int = 0
     _preemptions: int = 0
 
@@ -66,7 +73,9 @@ class SyntheticEngine:
                     code="full",
                 )
             self._arrivals += 1
+            self._changed = True
             self._running[request.request_id] = _Running(
+                request.request_id,
                 (request.priority, self._arrivals),
                 request.preemptible,
                 TextStream(self.tokenizer, request.params),
@@ -80,6 +89,7 @@ class SyntheticEngine:
 
     def cancel(self, request_id: RequestId) -> bool:
         with self._lock:
+            self._changed = True
             return self._running.pop(request_id, None) is not None
 
     def pause(self, request_id: RequestId) -> None:
@@ -98,10 +108,7 @@ class SyntheticEngine:
     def step(self) -> StepOutput | None:
         """Sleep until the tick, then give everyone a token. None when nobody runs."""
         with self._lock:
-            for running in self._running.values():
-                if not running.paused:
-                    break
-            else:
+            if self._is_idle():
                 self._work.clear()
                 return None
         now = time.monotonic()
@@ -110,16 +117,12 @@ class SyntheticEngine:
         self._next_tick += self.tick_s
         time.sleep(max(0.0, self._next_tick - now))
         outputs: list[Output] = []
-        ended: list[RequestId] = []
         preempted: tuple[RequestId, ...] = ()
         with self._lock:
-            if len(self._running) > self.config.scheduler.max_running_requests:
-                preempted = self._share_out()
-            else:
-                for running in self._running.values():
-                    running.active = True
-            for request_id, running in self._running.items():
-                if running.paused or not running.active:
+            if self._changed:
+                preempted = self._form_batch()
+            for running in self._batch:
+                if running.paused:
                     continue
                 token = _TOKENS[running.done % len(_TOKENS)]
                 running.done += 1
@@ -129,13 +132,29 @@ class SyntheticEngine:
                     text, stopped = running.text.push((token.token_id,), finish is not None)
                     finish = FinishReason.STOP if stopped else finish
                     if finish is not None:
-                        ended.append(request_id)
-                outputs.append(Output(request_id, token, text, finish, 0))
-            for request_id in ended:
-                del self._running[request_id]
+                        del self._running[running.request_id]
+                        self._changed = True
+                outputs.append(Output(running.request_id, token, text, finish, 0))
         step = StepOutput(outputs, [], [], len(outputs), self.tick_s)
         step.preempted = preempted
         return step
+
+    def _is_idle(self) -> bool:
+        if self._changed and self._running:
+            return False
+        return not self._running or all(running.paused for running in self._batch)
+
+    def _form_batch(self) -> tuple[RequestId, ...]:
+        """Who gets a token from now on, until somebody comes or goes. Returns who lost a slot."""
+        self._changed = False
+        preempted: tuple[RequestId, ...] = ()
+        if len(self._running) > self.config.scheduler.max_running_requests:
+            preempted = self._share_out()
+        else:
+            for running in self._running.values():
+                running.active = True
+        self._batch = [running for running in self._running.values() if running.active]
+        return preempted
 
     def _share_out(self) -> tuple[RequestId, ...]:
         """Give free slots to the most urgent that wait, then the slots of less urgent ones, which
