@@ -111,5 +111,5 @@ async def test_the_run_says_what_is_offered_to_whom():
     assert (run.length_factor, run.time_factor) == (0.1, 1.0)
     assert run.server["models"] == [{"name": "stub", "max_context_tokens": 8192}]
     assert run.sources[0]["sha256"] == CONV.sha256
-    assert {"processor", "cores", "memory_bytes", "system"} == set(run.machine)
+    assert {"processor", "cores", "memory_bytes", "system"} <= set(run.machine)
     assert "tailrace" in run.versions
