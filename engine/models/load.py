@@ -55,12 +55,12 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
         return FakeModel()
     if config.source == "tiny":
         dtype = torch.float64 if config.dtype == "auto" else compute_dtype(config.dtype)
-        return _decoder(
+        return build_decoder(
             config, TINY_ARCHITECTURE, tiny_tensors(), {}, dtype, tiny_fingerprint(dtype)
         )
     dtype = compute_dtype(config.dtype)
     checkpoint = load_checkpoint(config.source, dtype)
-    return _decoder(
+    return build_decoder(
         config,
         checkpoint.architecture,
         checkpoint.tensors,
@@ -70,7 +70,7 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
     )
 
 
-def _decoder(
+def build_decoder(
     config: ModelConfig,
     architecture: Architecture,
     tensors: Mapping[str, Tensor],
@@ -78,7 +78,10 @@ def _decoder(
     dtype: torch.dtype,
     fingerprint: str,
 ) -> Model:
-    """The native decoder where the configuration and the machine allow it, else torch's."""
+    """The native decoder where the configuration and the machine allow it, else torch's.
+
+    stored: matrices that the checkpoint has as codes. Raises ConfigError.
+    """
     coded = _coded(config, architecture, tensors, stored)
     if coded:
         # Codes are not the rounded numbers: KV of one is none of the other's.
