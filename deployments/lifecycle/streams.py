@@ -338,8 +338,7 @@ class StreamTable:
             if choice.room and token is not None and output.finish is None:
                 # All but the first and the last token: this loop is most of what a token costs.
                 # The wire form is that of `StreamEvent`.
-                text, ids = output.text, (token.token_id,)
-                event = [choice.stream_id, choice.index, text, ids, None, None, None]
+                event = [choice.stream_id, choice.index, output.text, (token.token_id,)]
                 last = choice.last_at
                 choice.last_at = now
                 came = choice.came  # not `choice.came(now)`: what is no method is slow to call so

@@ -177,11 +177,11 @@ class StreamEvent:
     usage: Usage | None = None
 
     def to_wire(self) -> list[Any]:
+        plain = [self.stream_id, self.choice, self.text, self.token_ids]
+        if self.logprobs is None and self.finish is None and self.usage is None:
+            return plain  # nearly every token
         return [
-            self.stream_id,
-            self.choice,
-            self.text,
-            self.token_ids,
+            *plain,
             [entry.to_wire() for entry in self.logprobs] if self.logprobs is not None else None,
             self.finish.value if self.finish else None,
             self.usage.to_wire() if self.usage else None,
@@ -189,6 +189,8 @@ class StreamEvent:
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> StreamEvent:
+        if len(wire) == 4:
+            return cls(*wire)
         stream_id, choice, text, token_ids, logprobs, finish, usage = wire
         return cls(
             stream_id,
