@@ -262,7 +262,9 @@ def _explain(error: ValidationError) -> str:
         elif detail["type"] == "missing":
             lines.append(f"user_config.{field}: missing; add it")
         else:
-            value = "" if detail["loc"][0] in _SECRET else f"={detail['input']!r}"[:80]
+            # A number is no secret, wherever it stands.
+            told = isinstance(detail["input"], int | float) or detail["loc"][0] not in _SECRET
+            value = f"={detail['input']!r}"[:80] if told else ""
             lines.append(f"user_config.{field}{value}: {_lower(detail['msg'])}; correct it")
     return "\n".join(lines)
 
