@@ -597,13 +597,20 @@ private:
     template <class Each>
     void multiply(
         Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows, Each &&each) {
-        const CodedRows<F> left = coded(lane, codes, x, ldx, rows);
+        // So few rows that waiting for each other would take longer than doing them twice. Only by
+        // who has a part of the product: while one is claimed nobody is further on and writes x.
+        const bool alone = rows <= 4 || team_.size() == 1;
+        CodedRows<F> left{};
+        if (!alone) left = coded(lane, codes, x, ldx, rows, alone);
+        bool there = !alone;
         const int64_t pieces = (rows + ROWS - 1) / ROWS;
         Private &mine = private_[static_cast<size_t>(lane.index)];
         F *sums = mine.sums.get();
         const bool wide = Coded::WIDENS && rows > 4 * Coded::ROWS;
         if (wide) mine.panel.reserve(codes.wide_size());
         lane.share(codes.panels * pieces, [&](int64_t begin, int64_t end) {
+            if (!there) left = coded(lane, codes, x, ldx, rows, alone);
+            there = true;
             for (int64_t task = begin; task < end; task++) {
                 const int64_t panel = task / pieces, first = task % pieces * ROWS;
                 const int64_t last = std::min(first + ROWS, rows);
@@ -630,11 +637,9 @@ private:
 
     // The rows of x as products of codes take them.
     CodedRows<F> coded(
-        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows) {
+        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows, bool alone) {
         const int64_t padded = codes.blocks * BLOCK, groups = codes.groups();
         Private &mine = private_[static_cast<size_t>(lane.index)];
-        // So few that waiting for each other would take longer than doing it twice.
-        const bool alone = rows <= 4 || team_.size() == 1;
         Rows &to = alone ? mine.rows : coded_;
         if (alone) to.reserve(rows, padded);
         const auto one = [&](int64_t r) {
