@@ -42,6 +42,7 @@ setup(
                 "-ffp-contract=off",
                 # GCC 12 warns about its own header of AVX-512.
                 "-Wno-maybe-uninitialized",
+                "-Wno-uninitialized",
             ],
             extra_link_args=["-pthread"],
             optional=True,

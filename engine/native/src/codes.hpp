@@ -20,6 +20,7 @@
 
 constexpr int GROUP = 32;           // outputs of a panel
 constexpr int BLOCK = 32;           // inputs of a block
+constexpr int64_t MOST = 256;       // inputs of a group: sums of so many products fit 32 bits
 constexpr float LARGEST = 32767;    // that an integer of a row can be
 constexpr int64_t CODES_AHEAD = 4096;  // bytes in front of itself that a product asks for
 

@@ -21,6 +21,8 @@ constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
 constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
 constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
 constexpr int64_t QUERY_ROWS = 96;   // query heads times tokens attended together
+// Rows so few that each thread prepares all of them for itself, rather than wait for the others.
+constexpr int64_t FEW_ROWS = 8;
 
 // [groups][in / PAIR][32 outputs]: a product reads its weight from end to end once.
 template <class P>
@@ -207,10 +209,19 @@ class Model final : public Decoder {
         }
     };
 
+    // Where the keys and values of one head lie that are attended together; null: to be left out.
+    struct Round {
+        const KV *keys[KEYS], *values[KEYS];
+    };
+
     struct Private {  // of one thread
         Buffer<F> sums, scores, out, top, total;
         Buffer<A> q, p;
         Buffer<T> keys, values;
+        Round rounds[2];
+        int round = 0;         // the one under way; the other is what comes next
+        bool located = false;  // whether the next task's first one is located already
+        Buffer<A> normed;
         Rows rows;
         Scratch<uint8_t> panel;
     };
@@ -243,6 +254,10 @@ public:
                 allocate<A>(rows * KEYS),
                 allocate<T>(round_up(s.head_dim, PAIR) / PAIR * KEYS),
                 allocate<T>(padded_dim_ * KEYS / PAIR),
+                {},
+                0,
+                false,
+                allocate<A>(FEW_ROWS * hidden_),
                 {},
                 {},
             });
@@ -314,17 +329,20 @@ public:
         attention_.reserve(tokens * attended_);
         inside_.reserve(tokens * inner_);
         coded_.reserve(tokens, widest_);
+        const auto normed = there(normed_.get(), hidden_);
+        const auto attended = there(attention_.get(), attended_);
+        const auto inside = there(inside_.get(), inner_);
         const auto drop = [](int64_t, int64_t, const F *) {};
         team_.run([&](Lane &lane) {
             for (int64_t l = 0; l < s_.layers; l++) {
                 const Layer &layer = layers_[static_cast<size_t>(l)];
                 const int64_t rows = l + 1 == s_.layers ? sampled : tokens;
-                multiply(lane, layer.qkv, normed_.get(), hidden_, tokens, drop);
-                multiply(lane, layer.o, attention_.get(), attended_, rows, drop);
-                multiply(lane, layer.gate_up, normed_.get(), hidden_, rows, drop);
-                multiply(lane, layer.down, inside_.get(), inner_, rows, drop);
+                multiply(lane, layer.qkv, normed, tokens, drop);
+                multiply(lane, layer.o, attended, rows, drop);
+                multiply(lane, layer.gate_up, normed, rows, drop);
+                multiply(lane, layer.down, inside, rows, drop);
             }
-            multiply(lane, head_, normed_.get(), hidden_, sampled, drop);
+            multiply(lane, head_, normed, sampled, drop);
         });
         return nullptr;
     }
@@ -333,15 +351,16 @@ public:
         int64_t rows, int64_t out, int64_t in, const void *x, const void *weight, const void *bias,
         void *y) override {
         const KV *w = static_cast<const KV *>(weight);
-        Matrix<P> matrix;
+        Weight weights;
         Buffer<M> memory = allocate<M>(elements(out, in));
-        pack(matrix, memory.get(), out, in, [&](int64_t r) { return w + r * in; });
+        pack(weights.plain, memory.get(), out, in, [&](int64_t r) { return w + r * in; });
         Buffer<F> added;
         if (bias) added = vector(static_cast<const KV *>(bias), out);
         const int64_t lda = round_up(in, GROUP);
-        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        Buffer<A> rounded = activations(static_cast<const F *>(x), rows, in, lda);
         team_.run([&](Lane &lane) {
-            multiply(lane, matrix, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+            const auto from = there(rounded.get(), lda);
+            multiply(lane, weights, from, rows, [&](int64_t r, int64_t g, const F *c) {
                 store_row(static_cast<F *>(y) + r * out, out, g, c, added.get());
             });
         });
@@ -356,10 +375,11 @@ public:
         const auto same = [&](int64_t r) { return Place{r < out ? 0 : -1, r}; };
         if (const char *fault = put_codes(weight.codes, memory, out, in, codes, same)) return fault;
         const int64_t lda = round_up(in, GROUP);
-        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        Buffer<A> rounded = activations(static_cast<const F *>(x), rows, in, lda);
         coded_.reserve(rows, round_up(in, BLOCK));
         team_.run([&](Lane &lane) {
-            multiply(lane, weight, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+            const auto from = there(rounded.get(), lda);
+            multiply(lane, weight, from, rows, [&](int64_t r, int64_t g, const F *c) {
                 store_row(static_cast<F *>(y) + r * out, out, g, c, nullptr);
             });
         });
@@ -369,19 +389,20 @@ public:
     const char *gated(
         int64_t rows, int64_t inner, int64_t in, const void *x, const void *gate, const void *up,
         void *y) override {
-        Matrix<P> matrix;
+        Weight weights;
         const int64_t out = round_up(inner, 16) * 2;
         Buffer<M> memory = allocate<M>(elements(out, in));
-        pack(matrix, memory.get(), out, in, [&](int64_t r) -> const KV * {
+        pack(weights.plain, memory.get(), out, in, [&](int64_t r) -> const KV * {
             const auto [tensor, row] = interleaved(r, inner);
             if (tensor < 0) return nullptr;
             return static_cast<const KV *>(tensor ? up : gate) + row * in;
         });
         const int64_t lda = round_up(in, GROUP), ldy = round_up(inner, 16);
-        Buffer<A> left = activations(static_cast<const F *>(x), rows, in, lda);
+        Buffer<A> rounded = activations(static_cast<const F *>(x), rows, in, lda);
         Buffer<A> result = allocate<A>(rows * ldy);
         team_.run([&](Lane &lane) {
-            multiply(lane, matrix, left.get(), lda, rows, [&](int64_t r, int64_t g, const F *c) {
+            const auto from = there(rounded.get(), lda);
+            multiply(lane, weights, from, rows, [&](int64_t r, int64_t g, const F *c) {
                 activate(c, result.get() + r * ldy + g * 16);
             });
         });
@@ -419,7 +440,7 @@ public:
                 qkv_.get() + t * padded_qkv_);
         team_.run([&](Lane &lane) {
             rotate_all(lane, step, layer);
-            attend_all(lane, step, layer, all_);
+            attend_all(lane, step, layer, all_, false);
         });
         for (int64_t t = 0; t < step.tokens; t++)
             for (int64_t i = 0; i < q_size_; i++)
@@ -499,7 +520,8 @@ private:
         Source &&source) {
         const tailrace_codes &like = tensors[0];
         if (like.bits != 4 && like.bits != 8) return "codes of 4 or 8 bits are known";
-        if (like.group < BLOCK || like.group % BLOCK) return "groups are multiples of 32";
+        if (like.group < BLOCK || like.group % BLOCK || like.group > MOST)
+            return "groups are multiples of 32, up to 256";
         const int64_t groups = (in + like.group - 1) / like.group;
         codes.out = out;
         codes.in = in;
@@ -584,33 +606,86 @@ private:
 
     // --- products ------------------------------------------------------------------------------
 
-    // each(row, group, sums[32]) for every row and group of x @ weight.T.
-    template <class Each>
+    // Where a product's left side comes from: rows that are there, or `make(row, to)`.
+    template <class Make>
+    struct Source {
+        A *rows;
+        int64_t stride;
+        Make make;
+    };
+    static Source<std::nullptr_t> there(A *rows, int64_t stride) { return {rows, stride, nullptr}; }
+
+    // each(row, group, sums[32]) for every row and group of source @ weight.T.
+    template <class Make, class Each>
     void multiply(
-        Lane &lane, const Weight &weight, const A *x, int64_t ldx, int64_t rows, Each &&each) {
-        if (weight.codes.data)
-            multiply(lane, weight.codes, x, ldx, rows, each);
+        Lane &lane, const Weight &weight, const Source<Make> &source, int64_t rows, Each &&each) {
+        constexpr bool makes = !std::is_same_v<Make, std::nullptr_t>;
+        const Codes &codes = weight.codes;
+        Private &mine = private_[static_cast<size_t>(lane.index)];
+        const bool few = rows <= FEW_ROWS;
+        Rows &to = few ? mine.rows : coded_;
+        A *x = makes && few ? mine.normed.get() : source.rows;
+        const int64_t stride = makes && few ? hidden_ : source.stride;
+        const auto prepare = [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) {
+                if constexpr (makes) source.make(r, x + r * stride);
+                if (codes.data) code_row(codes, x + r * stride, r, to);
+            }
+        };
+        bool ready = !makes && !codes.data;
+        if (!ready && !few) {
+            lane.share(rows, prepare);
+            ready = true;
+        }
+        if (few && codes.data) to.reserve(rows, codes.blocks * BLOCK);
+        // Only who has a task of this product may read what it reads: a thread that comes late finds
+        // the others at later ones.
+        const auto once = [&] {
+            if (!ready) prepare(0, rows);
+            ready = true;
+        };
+        if (codes.data)
+            multiply_codes(
+                lane, codes,
+                CodedRows<F>{
+                    to.data.get(), codes.blocks * BLOCK, to.scale.get(), to.sums.get(),
+                    codes.groups()},
+                rows, once, each);
         else
-            multiply(lane, weight.plain, x, ldx, rows, each);
+            multiply_plain(lane, weight.plain, x, stride, rows, once, each);
     }
 
-    template <class Each>
-    void multiply(
-        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows, Each &&each) {
-        // So few rows that waiting for each other would take longer than doing them twice. Only by
-        // who has a part of the product: while one is claimed nobody is further on and writes x.
-        const bool alone = rows <= 4 || team_.size() == 1;
-        CodedRows<F> left{};
-        if (!alone) left = coded(lane, codes, x, ldx, rows, alone);
-        bool there = !alone;
+    void code_row(const Codes &codes, const A *from, int64_t r, Rows &to) const {
+        const int64_t padded = codes.blocks * BLOCK, groups = codes.groups();
+        N *data = to.data.get() + r * padded;
+        std::fill_n(data + codes.in, padded - codes.in, N(0));
+        if constexpr (EXACT) {
+            for (int64_t k = 0; k < codes.in; k++)
+                data[k] = from[codes.order ? codes.order[k] : k];
+        } else {
+            to.scale.get()[r] = integers_of(from, codes, data);
+            int32_t *sums = to.sums.get() + r * groups;
+            const int32_t factor = codes.minimum ? 1 : -(1 << (codes.bits - 1));
+            for (int64_t g = 0, k = 0; g < groups; g++) {
+                int32_t sum = 0;
+                const int64_t stop = std::min(k + codes.group_blocks * BLOCK, padded);
+                for (; k < stop; k++) sum += data[k];
+                sums[g] = factor * sum;
+            }
+        }
+    }
+
+    template <class Once, class Each>
+    void multiply_codes(
+        Lane &lane, const Codes &codes, const CodedRows<F> &left, int64_t rows, Once &&once,
+        Each &&each) {
         const int64_t pieces = (rows + ROWS - 1) / ROWS;
         Private &mine = private_[static_cast<size_t>(lane.index)];
         F *sums = mine.sums.get();
         const bool wide = Coded::WIDENS && rows > 4 * Coded::ROWS;
         if (wide) mine.panel.reserve(codes.wide_size());
         lane.share(codes.panels * pieces, [&](int64_t begin, int64_t end) {
-            if (!there) left = coded(lane, codes, x, ldx, rows, alone);
-            there = true;
+            once();
             for (int64_t task = begin; task < end; task++) {
                 const int64_t panel = task / pieces, first = task % pieces * ROWS;
                 const int64_t last = std::min(first + ROWS, rows);
@@ -633,41 +708,6 @@ private:
                 }
             }
         });
-    }
-
-    // The rows of x as products of codes take them.
-    CodedRows<F> coded(
-        Lane &lane, const Codes &codes, const A *x, int64_t ldx, int64_t rows, bool alone) {
-        const int64_t padded = codes.blocks * BLOCK, groups = codes.groups();
-        Private &mine = private_[static_cast<size_t>(lane.index)];
-        Rows &to = alone ? mine.rows : coded_;
-        if (alone) to.reserve(rows, padded);
-        const auto one = [&](int64_t r) {
-            const A *from = x + r * ldx;
-            N *data = to.data.get() + r * padded;
-            std::fill_n(data + codes.in, padded - codes.in, N(0));
-            if constexpr (EXACT) {
-                for (int64_t k = 0; k < codes.in; k++)
-                    data[k] = from[codes.order ? codes.order[k] : k];
-            } else {
-                to.scale.get()[r] = integers_of(from, codes, data);
-                int32_t *sums = to.sums.get() + r * groups;
-                const int32_t factor = codes.minimum ? 1 : -(1 << (codes.bits - 1));
-                for (int64_t g = 0, k = 0; g < groups; g++) {
-                    int32_t sum = 0;
-                    const int64_t stop = std::min(k + codes.group_blocks * BLOCK, padded);
-                    for (; k < stop; k++) sum += data[k];
-                    sums[g] = factor * sum;
-                }
-            }
-        };
-        if (alone)
-            for (int64_t r = 0; r < rows; r++) one(r);
-        else
-            lane.share(rows, [&](int64_t begin, int64_t end) {
-                for (int64_t r = begin; r < end; r++) one(r);
-            });
-        return {to.data.get(), padded, to.scale.get(), to.sums.get(), groups};
     }
 
     // A row as integers of at most LARGEST; the return is what one of them stands for. A row that is
@@ -702,12 +742,14 @@ private:
         return top / LARGEST + fault;
     }
 
-    template <class Each>
-    void multiply(
-        Lane &lane, const Matrix<P> &matrix, const A *x, int64_t ldx, int64_t rows, Each &&each) {
+    template <class Once, class Each>
+    void multiply_plain(
+        Lane &lane, const Matrix<P> &matrix, const A *x, int64_t ldx, int64_t rows, Once &&once,
+        Each &&each) {
         const int64_t pieces = (rows + ROWS - 1) / ROWS;
         F *sums = private_[static_cast<size_t>(lane.index)].sums.get();
         lane.share(matrix.groups * pieces, [&](int64_t begin, int64_t end) {
+            once();
             for (int64_t task = begin; task < end; task++) {
                 const int64_t g = task / pieces, first = task % pieces * ROWS;
                 const int64_t last = std::min(first + ROWS, rows);
@@ -778,28 +820,32 @@ private:
     void pass(Lane &lane, const tailrace_step &step) {
         const int64_t tokens = step.tokens, sampled = step.sampled;
         F *x = residual_.get();
-        A *normed = normed_.get();
         const auto over_rows = [&](int64_t rows, auto &&body) {
             lane.share(rows, [&](int64_t begin, int64_t end) {
                 for (int64_t r = begin; r < end; r++) body(r);
             });
         };
+        const auto normal = [&](const Buffer<F> &weight) {
+            const auto make = [&, scale = weight.get()](int64_t r, A *to) {
+                normalise(x + r * hidden_, scale, s_.hidden, to);
+            };
+            return Source<decltype(make)>{normed_.get(), hidden_, make};
+        };
+        over_rows(tokens, [&](int64_t r) { embed(step.ids[r], x + r * hidden_); });
         for (int64_t l = 0; l < s_.layers; l++) {
             const Layer &layer = layers_[static_cast<size_t>(l)];
             const bool final = l + 1 == s_.layers;
-            over_rows(tokens, [&](int64_t r) {
-                F *row = x + r * hidden_;
-                if (l == 0) embed(step.ids[r], row);
-                normalise(row, layer.attn_norm.get(), s_.hidden, normed + r * hidden_);
-            });
             multiply(
-                lane, layer.qkv, normed, hidden_, tokens, [&](int64_t r, int64_t g, const F *c) {
+                lane, layer.qkv, normal(layer.attn_norm), tokens,
+                [&](int64_t r, int64_t g, const F *c) {
                     store_row(
                         qkv_.get() + r * padded_qkv_, padded_qkv_, g, c, layer.bias.get());
                 });
-            rotate_all(lane, step, l);
             // Behind the last attention nothing mixes tokens: only the wanted rows go on.
-            attend_all(lane, step, l, final ? wanted_ : all_);
+            const auto &list = final ? wanted_ : all_;
+            const bool together = single_ && (!final || wanted_is_all_);
+            if (!together) rotate_all(lane, step, l);
+            attend_all(lane, step, l, list, together);
             const int64_t rows = final ? sampled : tokens;
             if (final) {
                 over_rows(rows, [&](int64_t r) {
@@ -807,27 +853,23 @@ private:
                 });
                 x = kept_.get();
             }
+            const auto onto = [&](int64_t r, int64_t g, const F *c) {
+                add_row(x + r * hidden_ + g * GROUP, c);
+            };
+            multiply(lane, layer.o, there(attention_.get(), attended_), rows, onto);
             multiply(
-                lane, layer.o, attention_.get(), attended_, rows,
-                [&](int64_t r, int64_t g, const F *c) { add_row(x + r * hidden_ + g * GROUP, c); });
-            over_rows(rows, [&](int64_t r) {
-                normalise(x + r * hidden_, layer.mlp_norm.get(), s_.hidden, normed + r * hidden_);
-            });
-            multiply(
-                lane, layer.gate_up, normed, hidden_, rows, [&](int64_t r, int64_t g, const F *c) {
+                lane, layer.gate_up, normal(layer.mlp_norm), rows,
+                [&](int64_t r, int64_t g, const F *c) {
                     activate(c, inside_.get() + r * inner_ + g * 16);
                 });
-            multiply(
-                lane, layer.down, inside_.get(), inner_, rows,
-                [&](int64_t r, int64_t g, const F *c) { add_row(x + r * hidden_ + g * GROUP, c); });
+            multiply(lane, layer.down, there(inside_.get(), inner_), rows, onto);
         }
-        over_rows(sampled, [&](int64_t r) {
-            normalise(x + r * hidden_, norm_.get(), s_.hidden, normed + r * hidden_);
-        });
         F *logits = static_cast<F *>(step.logits);
-        multiply(lane, head_, normed, hidden_, sampled, [&](int64_t r, int64_t g, const F *c) {
-            store_row(logits + r * s_.vocab, s_.vocab, g, c, nullptr);
-        });
+        multiply(
+            lane, head_, normal(norm_), sampled,
+            [&](int64_t r, int64_t g, const F *c) {
+                store_row(logits + r * s_.vocab, s_.vocab, g, c, nullptr);
+            });
     }
 
     void embed(int64_t id, F *to) const {
@@ -848,31 +890,33 @@ private:
 
     // q into its buffer, k and v into the pool.
     void rotate_all(Lane &lane, const tailrace_step &step, int64_t l) {
+        lane.share(step.tokens, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; t++)
+                for (int64_t h = 0; h < s_.kv_heads; h++) rotate_group(step, l, t, h);
+        });
+    }
+
+    // The same for the heads that share one of k and v.
+    void rotate_group(const tailrace_step &step, int64_t l, int64_t t, int64_t kv_head) {
         const Layer &layer = layers_[static_cast<size_t>(l)];
         const int64_t dim = s_.head_dim, half = dim / 2;
-        lane.share(step.tokens, [&](int64_t begin, int64_t end) {
-            for (int64_t t = begin; t < end; t++) {
-                F *row = qkv_.get() + t * padded_qkv_;
-                const F *cos = static_cast<const F *>(step.cos) + step.positions[t] * half;
-                const F *sin = static_cast<const F *>(step.sin) + step.positions[t] * half;
-                const int64_t block = step.slots[t] / step.block_tokens;
-                const int64_t offset = step.slots[t] % step.block_tokens;
-                A *q = q_.get() + t * q_size_;
-                KV *k = cached(step, block, l, 0, offset), *v = cached(step, block, l, 1, offset);
-                for (int64_t h = 0; h < s_.heads + s_.kv_heads; h++, row += dim) {
-                    const bool query = h < s_.heads;
-                    if (s_.qk_norm)
-                        normalise_head(row, (query ? layer.q_norm : layer.k_norm).get());
-                    if (query)
-                        rotate(row, cos, sin, q + h * dim);
-                    else
-                        rotate(row, cos, sin, k + (h - s_.heads) * dim);
-                }
-                int64_t i = 0;
-                for (; i + W <= kv_size_; i += W) P::store(v + i, P::load(row + i));
-                for (; i < kv_size_; i++) narrow(row[i], v[i]);
-            }
-        });
+        F *row = qkv_.get() + t * padded_qkv_;
+        const F *cos = static_cast<const F *>(step.cos) + step.positions[t] * half;
+        const F *sin = static_cast<const F *>(step.sin) + step.positions[t] * half;
+        for (int64_t h = kv_head * share_; h < (kv_head + 1) * share_; h++) {
+            if (s_.qk_norm) normalise_head(row + h * dim, layer.q_norm.get());
+            rotate(row + h * dim, cos, sin, q_.get() + t * q_size_ + h * dim);
+        }
+        const int64_t block = step.slots[t] / step.block_tokens;
+        const int64_t offset = step.slots[t] % step.block_tokens;
+        F *key = row + q_size_ + kv_head * dim;
+        if (s_.qk_norm) normalise_head(key, layer.k_norm.get());
+        rotate(key, cos, sin, cached(step, block, l, 0, offset) + kv_head * dim);
+        const F *value = row + q_size_ + kv_size_ + kv_head * dim;
+        KV *to = cached(step, block, l, 1, offset) + kv_head * dim;
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) P::store(to + i, P::load(value + i));
+        for (; i < dim; i++) narrow(value[i], to[i]);
     }
 
     void normalise_head(F *x, const F *weight) const {
@@ -905,12 +949,20 @@ private:
         all_.clear();
         wanted_.clear();
         request_of_.resize(static_cast<size_t>(step.tokens));
-        for (int64_t r = 0; r < step.requests; r++)
+        // Tokens that are alone in their requests need no other token's key of this step.
+        single_ = true;
+        for (int64_t r = 0; r < step.requests; r++) {
+            single_ = single_ && step.cu_q[r + 1] - step.cu_q[r] == 1;
             for (int64_t t = step.cu_q[r]; t < step.cu_q[r + 1]; t++) {
                 request_of_[static_cast<size_t>(t)] = r;
                 append(all_, step, t, t);
             }
-        for (int64_t i = 0; i < step.sampled; i++) append(wanted_, step, step.last[i], i);
+        }
+        wanted_is_all_ = step.sampled == step.tokens;
+        for (int64_t i = 0; i < step.sampled; i++) {
+            append(wanted_, step, step.last[i], i);
+            wanted_is_all_ = wanted_is_all_ && step.last[i] == i;
+        }
         // The longest first: what is claimed last should end soon.
         for (auto *list : {&all_, &wanted_})
             std::stable_sort(list->begin(), list->end(), [](const Queries &a, const Queries &b) {
@@ -933,29 +985,54 @@ private:
         list.push_back({request, token, row, position, 1});
     }
 
+    // A task is some queries and one head of k and v. rotates: whether q, k and v come from it too.
+    struct Task {
+        const Queries *queries = nullptr;
+        int64_t kv_head = 0;
+    };
+
     void attend_all(
-        Lane &lane, const tailrace_step &step, int64_t layer, const std::vector<Queries> &list) {
+        Lane &lane, const tailrace_step &step, int64_t layer, const std::vector<Queries> &list,
+        bool rotates) {
         Private &mine = private_[static_cast<size_t>(lane.index)];
         const int64_t tasks = static_cast<int64_t>(list.size()) * s_.kv_heads;
+        const auto at = [&](int64_t task) {
+            return Task{&list[static_cast<size_t>(task / s_.kv_heads)], task % s_.kv_heads};
+        };
         lane.share(tasks, [&](int64_t begin, int64_t end) {
-            for (int64_t task = begin; task < end; task++)
-                attend(
-                    list[static_cast<size_t>(task / s_.kv_heads)], task % s_.kv_heads, step, layer,
-                    mine);
+            mine.located = false;
+            for (int64_t task = begin; task < end; task++) {
+                const Task now = at(task);
+                if (rotates) rotate_group(step, layer, now.queries->token, now.kv_head);
+                attend(now, task + 1 < end ? at(task + 1) : Task{}, step, layer, mine);
+            }
         });
     }
 
+    // Of the keys of `queries`, counted from position 0.
+    int64_t width(const Queries &queries) const {
+        return s_.window ? s_.window : queries.position + queries.count;
+    }
+    int64_t first_key(const Queries &queries) const {
+        return std::max<int64_t>(queries.position - width(queries) + 1, 0);
+    }
+    static int64_t stop_key(const Queries &queries) { return queries.position + queries.count; }
+
+    // next: what comes behind it, whose keys are asked for; or nothing.
     void attend(
-        const Queries &queries, int64_t kv_head, const tailrace_step &step, int64_t layer,
+        const Task &task, const Task &next, const tailrace_step &step, int64_t layer,
         Private &mine) const {
+        const Queries &queries = *task.queries;
+        const int64_t kv_head = task.kv_head;
         const int64_t dim = s_.head_dim, ld = padded_dim_, group = share_;
         const int64_t rows = queries.count * group;
-        const int64_t stop = queries.position + queries.count;
-        const int64_t width = s_.window ? s_.window : stop;
-        const int64_t first = std::max<int64_t>(queries.position - width + 1, 0);
+        const int64_t stop = stop_key(queries), width = this->width(queries);
         const int64_t dim_steps = round_up(dim, PAIR) / PAIR;
-        const int64_t begin = first / KEYS * KEYS;
-        fetch(step, queries.request, layer, kv_head, first, std::min(begin + KEYS, stop));
+        const int64_t begin = first_key(queries) / KEYS * KEYS;
+        if (!mine.located) {
+            locate(step, layer, task, begin, mine.rounds[mine.round]);
+            fetch(mine.rounds[mine.round], 0, KEYS);
+        }
         for (int64_t r = 0; r < rows; r++) {
             const A *from = q_.get() + (queries.token + r / group) * q_size_ +
                             (kv_head * group + r % group) * dim;
@@ -966,11 +1043,17 @@ private:
         std::fill_n(mine.total.get(), rows, F(0));
 
         for (int64_t base = begin; base < stop; base += KEYS) {
-            const int64_t low = std::max<int64_t>(first - base, 0);
             const int64_t high = std::min<int64_t>(stop - base, KEYS);
-            gather(step, queries.request, layer, kv_head, base, low, high, mine);
-            const int64_t next = base + KEYS;
-            fetch(step, queries.request, layer, kv_head, next, std::min(next + KEYS, stop));
+            Round &coming = mine.rounds[1 - mine.round];
+            mine.located = true;
+            if (base + KEYS < stop)
+                locate(step, layer, task, base + KEYS, coming);
+            else if (next.queries)
+                locate(step, layer, next, first_key(*next.queries) / KEYS * KEYS, coming);
+            else
+                mine.located = false;
+            gather(mine.rounds[mine.round], mine.located ? &coming : nullptr, high, mine);
+            mine.round = 1 - mine.round;
             // Tokens before see nothing of these keys yet, those behind nothing any more.
             const int64_t from = std::max<int64_t>(base - queries.position, 0) * group;
             const int64_t to =
@@ -1054,44 +1137,54 @@ private:
         }
     }
 
-    // Asks memory for the keys and values of one head at positions [from, to).
-    void fetch(
-        const tailrace_step &step, int64_t request, int64_t layer, int64_t kv_head, int64_t from,
-        int64_t to) const {
-        const int64_t bytes = s_.head_dim * int64_t(sizeof(KV));
-        each_run(step, request, layer, from, to,
-                 [&](int64_t, int64_t count, const KV *k, const KV *v) {
-                     for (int64_t i = 0; i < count; i++)
-                         for (const KV *row : {k, v}) {
-                             row += i * kv_size_ + kv_head * s_.head_dim;
-                             const char *at = reinterpret_cast<const char *>(row);
-                             for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b);
-                         }
+    // The keys of a task from position `base` on, a round of them.
+    void locate(
+        const tailrace_step &step, int64_t layer, const Task &task, int64_t base,
+        Round &round) const {
+        const Queries &queries = *task.queries;
+        const int64_t low = std::max(first_key(queries), base);
+        const int64_t high = std::min(stop_key(queries), base + KEYS);
+        std::fill_n(round.keys, KEYS, nullptr);
+        std::fill_n(round.values, KEYS, nullptr);
+        each_run(step, queries.request, layer, low, high,
+                 [&](int64_t position, int64_t count, const KV *k, const KV *v) {
+                     k += task.kv_head * s_.head_dim;
+                     v += task.kv_head * s_.head_dim;
+                     for (int64_t i = 0; i < count; i++) {
+                         round.keys[position - base + i] = k + i * kv_size_;
+                         round.values[position - base + i] = v + i * kv_size_;
+                     }
                  });
     }
 
-    // Keys [base + low, base + high) of one head as panels. Rows below `low` and those that fill up
-    // a panel are zero: what lies in the pool there may be anything, even NaN.
-    void gather(
-        const tailrace_step &step, int64_t request, int64_t layer, int64_t kv_head, int64_t base,
-        int64_t low, int64_t high, Private &mine) const {
-        const KV *keys[KEYS] = {}, *values[KEYS] = {};
-        each_run(step, request, layer, base + low, base + high,
-                 [&](int64_t position, int64_t count, const KV *k, const KV *v) {
-                     k += kv_head * s_.head_dim;
-                     v += kv_head * s_.head_dim;
-                     for (int64_t i = 0; i < count; i++) {
-                         keys[position - base + i] = k + i * kv_size_;
-                         values[position - base + i] = v + i * kv_size_;
-                     }
-                 });
+    // Asks memory for keys and values [from, to) of a round. Inlined, since GCC takes a call that
+    // does nothing else for one without effect, and drops it.
+    [[gnu::always_inline]] void fetch(const Round &round, int64_t from, int64_t to) const {
+        const int64_t bytes = s_.head_dim * int64_t(sizeof(KV));
+        for (int64_t i = from; i < to; i++)
+            for (const KV *row : {round.keys[i], round.values[i]})
+                if (row)
+                    for (int64_t b = 0; b < bytes; b += 64)
+                        __builtin_prefetch(reinterpret_cast<const char *>(row) + b, 0, 2);
+    }
+
+    // The first `high` keys of a round as panels, and the round that comes asked for meanwhile. Keys
+    // that are left out and those that fill up a panel are zero: what lies in the pool there may be
+    // anything, even NaN.
+    void gather(const Round &round, const Round *coming, int64_t high, Private &mine) const {
         const int64_t steps = round_up(s_.head_dim, PAIR) / PAIR;
-        for (int64_t g = 0; g < round_up(high, GROUP) / GROUP; g++)
-            P::pack_keys(keys + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);
-        for (int64_t g = 0; g < padded_dim_ / GROUP; g++)
-            P::pack_values(
-                values, round_up(high, PAIR) / PAIR, g * GROUP, s_.head_dim,
-                mine.values.get() + g * (KEYS / PAIR) * GROUP);
+        const int64_t key_panels = round_up(high, GROUP) / GROUP;
+        const int64_t panels = key_panels + padded_dim_ / GROUP;
+        for (int64_t g = 0; g < panels; g++) {
+            if (coming) fetch(*coming, g * KEYS / panels, (g + 1) * KEYS / panels);
+            if (g < key_panels)
+                P::pack_keys(
+                    round.keys + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);
+            else
+                P::pack_values(
+                    round.values, round_up(high, PAIR) / PAIR, (g - key_panels) * GROUP,
+                    s_.head_dim, mine.values.get() + (g - key_panels) * (KEYS / PAIR) * GROUP);
+        }
     }
 
     // --- arguments -----------------------------------------------------------------------------
@@ -1141,6 +1234,7 @@ private:
     Rows coded_;
     int64_t widest_ = 0;  // inputs of the widest matrix of codes
     std::vector<Queries> all_, wanted_;
+    bool single_ = false, wanted_is_all_ = false;
     std::vector<int64_t> request_of_;
     std::vector<Private> private_;
     Team team_;
