@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,9 @@ from engine.weights.mapped_file import SERIAL_ELEMENTS
 
 BLOCK = 32
 """Groups are multiples of so many inputs."""
+
+MAX_GROUP = 256
+"""So many products of 16 bits by 8 fit a sum of 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,9 +124,8 @@ def alike(matrices: list[CodedMatrix]) -> list[CodedMatrix] | None:
         same = matrix.order is None if first is None else matrix.order is not None
         if not same or (first is not None and not torch.equal(first, matrix.order)):  # pyright: ignore[reportArgumentType]
             return None
-    group = min(matrix.group for matrix in matrices)
-    if any(matrix.group % group for matrix in matrices):
-        group = BLOCK
+    group = math.gcd(*(matrix.group for matrix in matrices))
+    group = next(g for g in range(min(group, MAX_GROUP), 0, -BLOCK) if group % g == 0)
     bits = max(matrix.bits for matrix in matrices)
     # Codes of 4 bits are codes of 8 bits too, but for their zero.
     minimums = any(m.minimums is not None or m.bits != bits for m in matrices)

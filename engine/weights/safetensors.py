@@ -16,10 +16,12 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.architecture import Activation, Architecture, Llama3Scaling, Rope
+from engine.quantisation.codes import CodedMatrix
 from engine.text.json_file import as_list, as_object, read_json
 from engine.text.tokenizer import eos_ids_from_directory
 from engine.weights.checkpoint import Checkpoint, Lazy, check_tensors, fingerprint
 from engine.weights.mapped_file import MappedFile, convert
+from engine.weights.packed import PackedFormat, PackedMatrix, even_groups, packed_format
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -52,6 +54,8 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+_TYPES = _DTYPES | _INTEGERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +76,47 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
     """
     config = read_json(path / "config.json")
     stored = _stored_tensors(path)
+    quantised = packed_format(path / "config.json", config)
+    modules = quantised.modules(set(stored)) if quantised else {}
     architecture = architecture_from_config(
         path / "config.json",
         config,
         eos_token_ids=eos_ids_from_directory(path),
-        has_head="lm_head.weight" in stored,
+        has_head="lm_head.weight" in stored or "lm_head" in modules,
         has_bias="model.layers.0.self_attn.q_proj.bias" in stored,
     )
-    canonical: dict[str, str] = {}
-    for raw in stored:
-        if _DERIVED.fullmatch(raw) or (raw == "lm_head.weight" and architecture.tied_embeddings):
-            continue
-        canonical[_canonical_name(raw)] = raw
-    check_tensors(path, architecture, {name: stored[raw].shape for name, raw in canonical.items()})
     files = {file: MappedFile(file) for file in sorted({entry.path for entry in stored.values()})}
+    packed = {
+        _canonical_name(f"{module}.weight"): parts
+        for module, parts in modules.items()
+        if module != "lm_head" or not architecture.tied_embeddings
+    }
+    inside = {raw for parts in modules.values() for raw in parts.values()}
+    canonical: dict[str, str] = {}
+    for raw, entry in stored.items():
+        if _DERIVED.fullmatch(raw) or raw in inside:
+            continue
+        if raw == "lm_head.weight" and architecture.tied_embeddings:
+            continue
+        name = _canonical_name(raw)
+        if modules and name == raw and raw.endswith(".bias") and _is_zero(files, entry):
+            continue  # GPTQ's writers give every matrix a bias
+        canonical[name] = raw
+    shapes = {name: stored[raw].shape for name, raw in canonical.items()}
     readers: dict[str, Callable[[], Tensor]] = {}
+    coded: dict[str, Callable[[], CodedMatrix]] = {}
+    needed = architecture.tensor_shapes()
+    for name, parts in packed.items():
+        assert quantised is not None
+        shapes[name] = needed.get(name, ())
+        if len(shapes[name]) != 2:
+            continue  # which is told below
+        stored_parts = {part: stored[raw] for part, raw in parts.items()}
+        matrix = _PackedReader(path, name, shapes[name], quantised, stored_parts, files)
+        readers[name] = functools.partial(matrix.expand, dtype)
+        if matrix.has_codes:
+            coded[name] = matrix.coded
+    check_tensors(path, architecture, shapes)
     for name, raw in canonical.items():
         entry = stored[raw]
         if entry.type_name not in _DTYPES:
@@ -98,12 +128,61 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
     return Checkpoint(
         architecture=architecture,
         tensors=Lazy(readers),
+        coded=Lazy(coded),
         fingerprint=fingerprint(architecture, dtype, files),
     )
 
 
 def _read(file: MappedFile, entry: StoredTensor, dtype: torch.dtype) -> Tensor:
     return convert(file.view(entry.offset, entry.shape, _DTYPES[entry.type_name]), dtype)
+
+
+class _PackedReader:
+    """Reads one quantised matrix, in either form, when asked."""
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        shape: tuple[int, ...],
+        quantised: PackedFormat,
+        parts: Mapping[str, StoredTensor],
+        files: Mapping[Path, MappedFile],
+    ) -> None:
+        """Raises ConfigError for parts that are not of the shapes that `shape` needs."""
+        self._shape = shape
+        self._format = quantised
+        self._parts = parts
+        self._files = files
+        found = {part: entry.shape for part, entry in parts.items()}
+        fault = quantised.fault(found, shape)
+        if fault:
+            raise ConfigError(f"{path}: {name}: {fault}: is it what its config.json says?")
+        order = parts.get("g_idx", parts.get("weight_g_idx"))
+        group_of = quantised.group_of(
+            found, None if order is None else _view(files, order), shape[1]
+        )
+        self.has_codes = even_groups(group_of) is not None
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        return self._read().expand(dtype)
+
+    def coded(self) -> CodedMatrix:
+        return self._read().coded()
+
+    def _read(self) -> PackedMatrix:
+        parts = {part: _view(self._files, entry) for part, entry in self._parts.items()}
+        return self._format.read(parts, self._shape)
+
+
+def _view(files: Mapping[Path, MappedFile], entry: StoredTensor) -> Tensor:
+    return files[entry.path].view(entry.offset, entry.shape, _TYPES[entry.type_name])
+
+
+def _is_zero(files: Mapping[Path, MappedFile], entry: StoredTensor) -> bool:
+    if entry.type_name not in _DTYPES:
+        return False
+    return not _view(files, entry).any()
 
 
 def _canonical_name(name: str) -> str:
@@ -186,7 +265,7 @@ def _entry(path: Path, start: int, value: dict[str, Any]) -> StoredTensor:
     shape = tuple(int(extent) for extent in as_list(value["shape"]))
     type_name = str(value["dtype"])
     first, last = (int(offset) for offset in value["data_offsets"])
-    width = _DTYPES[type_name].itemsize if type_name in _DTYPES else None
+    width = _TYPES[type_name].itemsize if type_name in _TYPES else None
     if first < 0 or min(shape, default=1) < 0 or last < first:
         raise ValueError(f"bytes {first} to {last} for shape {list(shape)}")
     if width is not None and last - first != math.prod(shape) * width:
@@ -211,12 +290,6 @@ def architecture_from_config(
     if family not in _FAMILIES:
         raise ConfigError(
             f"{where}: model_type={family!r} is not supported: {', '.join(_FAMILIES)} are"
-        )
-    if config.get("quantization_config"):
-        method = as_object(config["quantization_config"]).get("quant_method")
-        raise ConfigError(
-            f"{where}: weights quantised with {method!r} are not supported: use the unquantised "
-            "checkpoint, or a GGUF file in Q8_0, Q4_1 or Q4_0"
         )
 
     def number(key: str, default: int | None = None) -> int:
