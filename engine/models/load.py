@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.config import DType, ModelConfig
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture
+from engine.models.capabilities import lacks
 from engine.models.decoder import Decoder
 from engine.models.fake import FakeModel
 from engine.models.model import Model
@@ -93,7 +94,7 @@ def build_decoder(
         config.backend == "auto" and dtype in (torch.bfloat16, torch.float32)
     )
     if wanted:
-        reason = native_available(name)
+        reason = lacks("native", architecture, name) or native_available(name)
         if reason is None and config.backend == "auto" and variants(name) == ("portable",):
             reason = f"no vector instructions of this processor are known for {name}"
         if reason is None:
@@ -105,8 +106,10 @@ def build_decoder(
                 reason = str(error)
             else:
                 logger.info(
-                    "model %s: native %s decoder in %s, %d threads",
+                    "model %s: native %s decoder in %s, %d threads, weights of %d MB, "
+                    "%d of %d matrices as codes",
                     config.name, model.variant, name, model.num_threads,
+                    model.weight_bytes // 1_000_000, model.num_coded, model.num_matrices,
                 )  # fmt: skip
                 return model
         if config.backend == "native":
@@ -116,6 +119,18 @@ def build_decoder(
         logger.warning(
             "model %s is computed by torch, several times slower: %s", config.name, reason
         )
+    lacking = lacks("torch", architecture, name)
+    if lacking is not None:
+        raise ConfigError(
+            f"model {config.name!r}: {lacking}: use a model or dtype that it computes, or a "
+            "machine with another backend"
+        )
+    if coded:
+        logger.warning(
+            "model %s: torch does not compute with codes: its quantised weights are expanded to "
+            "%s and take the memory of that",
+            config.name, name,
+        )  # fmt: skip
     expanded = _expanded(tensors, coded, dtype)
     return Decoder(architecture, expanded, dtype=dtype, fingerprint=fingerprint)
 

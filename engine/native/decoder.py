@@ -89,6 +89,12 @@ class NativeDecoder:
             )
         self.variant: Variant = variant or possible[-1]
         self.num_threads = num_threads or torch.get_num_threads()
+        self.weight_bytes = 0
+        """What weights take, the embedding's table included."""
+
+        self.num_matrices = self.num_coded = 0
+        """Of the matrices that products read, all, and those kept as codes."""
+
         self._library = load_library(library)
         self._handle = self._create()
         self._load(tensors, coded or {})
@@ -157,7 +163,9 @@ class NativeDecoder:
         """The product with a matrix of codes: x `[rows, in]` to `[rows, out]`, unrounded."""
         x = x.to(self._wide).contiguous()
         out = torch.empty((x.shape[0], matrix.codes.shape[0]), dtype=self._wide)
-        codes, alive = _codes([matrix])
+        matching = alike([matrix])
+        assert matching is not None
+        codes, alive = _codes(matching)
         _raise(
             self._library.tailrace_linear_codes(
                 self._handle,
@@ -229,21 +237,26 @@ class NativeDecoder:
             parts = [
                 coded[name].expand(self._dtype) if name in coded else take(name) for name in names
             ]
+            self.weight_bytes += sum(x.numel() * x.itemsize for x in parts)
             pointers = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
             _raise(self._library.tailrace_load(self._handle, PARTS.index(part), layer, pointers))
 
         def put_matrix(part: str, layer: int, *names: str) -> None:
             matrices = [coded[name] for name in names if name in coded]
             matching = alike(matrices) if len(matrices) == len(names) else None
+            self.num_matrices += len(names)
             if matching is None:
                 put(part, layer, *names)
                 return
+            self.num_coded += len(names)
+            self.weight_bytes += int(sum(matrix.num_bytes for matrix in matching))
             codes, alive = _codes(matching)
             _raise(self._library.tailrace_load_codes(self._handle, PARTS.index(part), layer, codes))
             del alive
 
         a = self.architecture
         self._embed = take("embed")  # read where it lies
+        self.weight_bytes += self._embed.numel() * self._embed.itemsize
         pointer = (c_void_p * 1)(self._embed.data_ptr())
         _raise(self._library.tailrace_load(self._handle, PARTS.index("embed"), 0, pointer))
         for i in range(a.num_layers):

@@ -1,0 +1,61 @@
+"""What each backend computes, in one place; what none computes is refused at start-up.
+
+A backend that comes later (a GPU's) adds a row; a feature that not all have adds a column, and
+`lacks` a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from engine.models.architecture import Activation, Architecture
+
+BackendName = Literal["native", "torch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Of one backend, on the machine it needs."""
+
+    dtypes: tuple[str, ...]
+    """Of activations, and of weights that are no codes."""
+
+    kv_dtypes: tuple[str, ...] | None = None
+    """None: the dtype of the activations, and no other."""
+
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    window: bool = True
+    qk_norm: bool = True
+    qkv_bias: bool = True
+    code_bits: tuple[int, ...] = ()
+    """Codes it computes with as they are. Others it expands at load: the same weights, but as much
+    memory as unquantised ones take."""
+
+    code_groups: str = "none"
+
+
+CAPABILITIES: Final[Mapping[BackendName, Capabilities]] = {
+    "native": Capabilities(
+        dtypes=("float32", "bfloat16", "float64"), code_bits=(4, 8), code_groups="multiples of 32"
+    ),
+    "torch": Capabilities(dtypes=("float32", "bfloat16", "float64")),
+}
+
+
+def lacks(backend: BackendName, architecture: Architecture, dtype: str) -> str | None:
+    """What of a model this backend cannot compute, and what it can instead. None: nothing."""
+    can = CAPABILITIES[backend]
+    lines = [
+        (dtype in can.dtypes, f"dtype {dtype}: only {', '.join(can.dtypes)}"),
+        (
+            architecture.activation in can.activations,
+            f"activation {architecture.activation}: only {', '.join(can.activations)}",
+        ),
+        (can.window or architecture.window is None, "sliding windows"),
+        (can.qk_norm or not architecture.qk_norm, "norms of q and k"),
+        (can.qkv_bias or not architecture.qkv_bias, "biases of q, k and v"),
+    ]
+    missing = [line for present, line in lines if not present]
+    return f"{backend} does not compute {'; '.join(missing)}" if missing else None
