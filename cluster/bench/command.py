@@ -23,6 +23,14 @@ def bench() -> None:
     default="auto",
     show_default=True,
 )
+@click.option(
+    "--quantisation",
+    type=click.Choice(["keep", "none", "int8", "int4"]),
+    default="keep",
+    show_default=True,
+    help="What weights are kept as: as stored, expanded, or rounded at load.",
+)
+@click.option("--group", type=click.Choice(["32", "64", "128"]), help="With int8 and int4.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
@@ -32,7 +40,14 @@ def bench() -> None:
 )
 @json_option
 def engine(
-    model: str, dtype: str, threads: int, repeats: int, chunk: int | None, as_json: bool
+    model: str,
+    dtype: str,
+    quantisation: str,
+    group: str | None,
+    threads: int,
+    repeats: int,
+    chunk: int | None,
+    as_json: bool,
 ) -> None:
     """Tokens a second of one engine in one process, beside its linear layers alone.
 
@@ -41,7 +56,14 @@ def engine(
     from cluster.bench.engine import bench_engine, table
 
     result = bench_engine(
-        model, dtype=dtype, threads=threads, repeats=repeats, max_chunk_tokens=chunk, say=say
+        model,
+        dtype=dtype,
+        quantisation=quantisation,
+        quantisation_group=int(group) if group else None,
+        threads=threads,
+        repeats=repeats,
+        max_chunk_tokens=chunk,
+        say=say,
     )
     if as_json:
         emit(result)

@@ -25,6 +25,8 @@ def bench_engine(
     source: str,
     *,
     dtype: str = "auto",
+    quantisation: str = "keep",
+    quantisation_group: int | None = None,
     threads: int = 2,
     repeats: int = 5,
     starts: int = 3,
@@ -42,6 +44,8 @@ def bench_engine(
         return EngineJob(
             source=source,
             dtype=dtype,
+            quantisation=quantisation,
+            quantisation_group=quantisation_group,
             threads=threads,
             repeats=repeats,
             spawned_s=time.monotonic(),
@@ -54,7 +58,7 @@ def bench_engine(
         say(f"start {i + 1} of {starts}: {started[-1]:.2f} s")
     say(f"measuring, {repeats} times")
     measured = _run(job(repeats), threads)
-    return assemble(source, started, measured)
+    return {"quantisation": quantisation} | assemble(source, started, measured)
 
 
 def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +90,8 @@ def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) ->
 def table(result: dict[str, Any]) -> list[str]:
     """For people: each rate, its limit, and how much of the limit is reached."""
     lines = [
-        f"{result['model']}  {result['dtype']}  {result['threads']} threads  "
+        f"{result['model']}  {result['dtype']}  weights: {result.get('quantisation', 'keep')}  "
+        f"{result['threads']} threads  "
         f"torch {result['torch']}",
         f"others' share of the CPUs {100 * result['others_cpu_share']:7.0f} %",
         f"start-up                {result['startup_s']:8.2f} s",

@@ -34,6 +34,8 @@ class EngineJob:
     """0: only the start-up."""
 
     spawned_s: float
+    quantisation: str = "keep"
+    quantisation_group: int | None = None
     max_chunk_tokens: int | None = None
     """None: the engine's own default."""
 
@@ -111,7 +113,13 @@ def _build(job: EngineJob) -> BuiltEngine:
             max_step_tokens=max(job.max_chunk_tokens, scheduler.max_step_tokens),
         )
     config = EngineConfig(
-        model=ModelConfig(name="bench", source=job.source, dtype=job.dtype),  # pyright: ignore[reportArgumentType]
+        model=ModelConfig(
+            name="bench",
+            source=job.source,
+            dtype=job.dtype,  # pyright: ignore[reportArgumentType]
+            quantisation=job.quantisation,  # pyright: ignore[reportArgumentType]
+            quantisation_group=job.quantisation_group,
+        ),
         scheduler=scheduler,
         num_threads=job.threads,
     )
