@@ -117,7 +117,9 @@ class _Waiter(Entry):
     tokens: int
     """KV that its grant sets aside."""
 
-    standing: Arrival
+    standing: Arrival = field(init=False)
+    ahead_cost: float = field(init=False)
+    """Token cost that was to be served before it when it came."""
 
 
 @dataclass(slots=True)
@@ -511,22 +513,18 @@ class AdmissionQueue:
             since=now,
             tokens=acquire.prompt_tokens
             + acquire.n * min(output, self._limits.reserve_output_tokens),
-            standing=Arrival(0, (), {}),
         )
-        if self._waiters:
-            ahead, _ = self._order.ahead(waiter)
-            waiter.standing = self._standing.arrived(self._order.waiting(), ahead)
-        else:
-            waiter.standing = self._standing.arrived({}, 0)
+        ahead, waiter.ahead_cost = self._order.ahead(waiter)
+        waiter.standing = self._standing.arrived(self._order.waiting(), ahead)
         return waiter
 
     def _hopeless(self, waiter: _Waiter, now: float) -> Overloaded | None:
         """Why this entry would wait in vain, by the pace of late."""
         if not self._limits.refuse_hopeless or not self._waiters or waiter.resumed:
             return None
-        ahead, cost = self._order.ahead(waiter)
+        ahead = waiter.standing.ahead
         # Its own turn comes one grant after the last of those ahead.
-        estimate_s = self._pace.seconds_for(cost + waiter.cost)
+        estimate_s = self._pace.seconds_for(waiter.ahead_cost + waiter.cost)
         wait_s = waiter.deadline - now
         if estimate_s is None or ahead == 0 or estimate_s <= HOPE * wait_s:
             return None

@@ -20,6 +20,7 @@ from deployments.gateway.edge import Edge, FrontDoor, Posts, call_of, read_body
 from deployments.gateway.errors import Failure, describe, refusal, retry_after
 from deployments.gateway.explain_routes import add_explain
 from deployments.gateway.identity.keyring import Identity
+from deployments.gateway.ids import draw_name
 from deployments.gateway.openai import model_body
 from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
@@ -161,7 +162,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
-        identity = identity_of(request, state)
+        identity = await _counted(request, state)
         body = parse(TokenizeRequest, await _read(request, state))
         info = await find_model(state.backend, state.config, identity, body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -192,7 +193,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
-        identity = identity_of(request, state)
+        identity = await _counted(request, state)
         body = parse(DetokenizeRequest, await _read(request, state))
         info = await find_model(state.backend, state.config, identity, body.model)
         text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
@@ -215,7 +216,14 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     add_explain(app, get_state, _ERRORS)
 
     async def may_look(request: Request) -> None:
-        identity_of(request, get_state())
+        identity = identity_of(request, get_state())
+        if not identity.operator:
+            raise RequestError(
+                "these figures are of all tenants, and the key is not an operator's; "
+                "use one made with `tailrace keys new --operator`",
+                code="not_an_operator",
+                status=403,
+            )
 
     add_page(app, get_state, _ERRORS, may_look)
     app.openapi = lambda: _openapi(app)
@@ -225,6 +233,18 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
 def identity_of(request: Request, state: GatewayState) -> Identity:
     """Who asks. Raises RequestError (401)."""
     return state.identify(call_of(request.scope).headers)
+
+
+async def _counted(request: Request, state: GatewayState) -> Identity:
+    """Who asks, for something that takes no tokens of a model but counts as a request.
+
+    Raises RequestError (401), LimitExceeded.
+    """
+    identity = identity_of(request, state)
+    claims = [c for c in identity.claims(tokens=0, retry=False) if c.kind == "requests"]
+    if claims:
+        (await state.quotas.take(draw_name(), claims)).close(0)
+    return identity
 
 
 async def _read(request: Request, state: GatewayState) -> bytes:

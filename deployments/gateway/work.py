@@ -321,6 +321,8 @@ class Generation:
             if plan is not before:
                 did(step.action)
                 done.append(step.action)
+        # Who was sent elsewhere waits there: its wait is no pressure on the tier that it left.
+        self._waits, _ = state.pressures.of(plan.info.name, plan.tier)
         if done:
             self._told_degraded = ((b"x-tailrace-degraded", ", ".join(done).encode()),)
         return plan
@@ -383,6 +385,10 @@ class Generation:
         finally:
             if waits is not None and ticket is not None:
                 waits.ended(ticket, time.monotonic())
+        if self._cut is not None:
+            # Before Python 3.12 `asyncio.wait_for`, on the way there, may swallow a cancellation.
+            await stream.aclose()
+            raise asyncio.CancelledError
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
         return stream

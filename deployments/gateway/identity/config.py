@@ -44,6 +44,8 @@ class Rights(_Strict):
     """Service tiers, the first one where none is asked for."""
 
     models: tuple[str, ...] | None = None
+    """By their own names, not by aliases."""
+
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_n: int | None = Field(default=None, ge=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deployments.gateway.identity.config import DEFAULT_TENANT, Directory, Key, Tenant
 from deployments.gateway.limits.store import Claim
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 PREFIX = "tr-"
 """Of keys we make, so that secret scanners know them."""
@@ -75,7 +75,18 @@ class KeyRing:
     """All keys in force. Immutable: a change of configuration makes a new one."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: Unix seconds, for keys that expire."""
+        """`clock`: Unix seconds, for keys that expire.
+
+        Raises ConfigError for a key of a tenant that is not declared where others are: with a slip
+        of the pen it would be a tenant without limits.
+        """
+        declared = {DEFAULT_TENANT, *directory.tenants}
+        for key in directory.keys:
+            if directory.tenants and key.tenant not in declared:
+                raise ConfigError(
+                    f"key {key.id!r}: there is no tenant {key.tenant!r}; tenants are: "
+                    f"{', '.join(sorted(declared))}; correct it, or add the tenant"
+                )
         self._clock = clock
         self._tenants = directory.tenants
         # Looked up by the hash: how long that takes tells about hashes, which nobody can steer.

@@ -66,8 +66,9 @@ class KeySource:
                 f"keys_file={str(self._path)!r} has no keys, which would let everybody in; add one "
                 "(`tailrace keys new`), or leave keys_file out to mean that"
             )
+        ring = KeyRing(directory)
         self._stamp = stamp
-        return KeyRing(directory)
+        return ring
 
 
 def read_directory(path: Path) -> Directory:

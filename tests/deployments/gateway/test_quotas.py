@@ -17,7 +17,7 @@ def config(tenants=None, **more):
             {"id": "kb", "sha256": hash_key(KEYS["b"]), "tenant": "b", "models": ["other"]},
             {"id": "ko", "sha256": hash_key(KEYS["op"]), "tenant": "ops", "operator": True},
         ],
-        "tenants": tenants or {},
+        "tenants": {"a": {}, "b": {}, "ops": {}, **(tenants or {})},
         **more,
     }
 
@@ -165,6 +165,26 @@ async def test_a_storm_of_retries_is_held_back_and_first_attempts_are_not(gatewa
     statuses = [(await gateway.post(PATH, body(), headers=retry)).status for _ in range(4)]
     assert statuses == [200, 200, 429, 429]
     assert (await gateway.post(PATH, body(), headers=auth("a"))).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]
+)
+async def test_turning_text_into_tokens_is_a_request_that_takes_no_tokens(gateway, path, fields):
+    gateway.state.apply(config({"a": {"requests_per_minute": 1, "tokens_per_minute": 1}}))
+    asked = {"model": "tiny", **fields}
+    assert (await gateway.post(path, asked, headers=auth("a"))).status == 200
+    denied = await gateway.post(path, asked, headers=auth("a"))
+    assert (denied.status, denied.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert (await gateway.post(path, asked, headers=auth("op"))).status == 200
+
+
+async def test_figures_of_all_tenants_are_for_operators(gateway):
+    gateway.state.apply(config())
+    refused = await gateway.raw("GET", "/tailrace/live", headers=auth("a"))
+    assert (refused.status, refused.json()["error"]["code"]) == (403, "not_an_operator")
+    assert KEYS["a"] not in refused.body.decode()
+    assert (await gateway.raw("GET", "/tailrace/live", headers=auth("op"))).status == 200
 
 
 async def test_requests_of_others_are_not_explained(gateway):

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.gateway.identity.config import Directory
+from deployments.gateway.identity.config import Directory, Tenant
 from deployments.gateway.identity.keyring import KeyRing, hash_key, new_key, tenant_salt
 from deployments.gateway.identity.source import KeySource
 from deployments.gateway.limits.store import Claim
@@ -20,7 +20,7 @@ def directory(tenants=None, **fields):
                 {"id": "one", "sha256": hash_key(KEY), "tenant": "team", **fields},
                 {"id": "two", "sha256": hash_key(OTHER), "tenant": "others"},
             ],
-            "tenants": tenants or {},
+            "tenants": {"team": {}, "others": {}, **(tenants or {})},
         }
     )
 
@@ -94,6 +94,20 @@ def test_rights_are_those_that_both_key_and_tenant_have():
     assert identity.max_output_tokens is None
 
 
+def test_a_key_of_a_tenant_that_nobody_declared_is_refused_where_tenants_are_declared():
+    written = Directory.model_validate(
+        {
+            "keys": [{"id": "one", "sha256": hash_key(KEY), "tenant": "taem"}],
+            "tenants": {"team": {"tokens_per_minute": 100}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"'one': there is no tenant 'taem'.*default, team"):
+        KeyRing(written)
+    # Where none are, a tenant is only a name to count under.
+    bare = Directory(keys=written.keys)
+    assert KeyRing(bare).identify(bearer(KEY)).tenant == "taem"
+
+
 def test_a_request_takes_from_its_key_and_from_its_tenant():
     tenants = {"team": {"tokens_per_minute": 5000, "concurrency": 3, "retries_per_minute": 0}}
     identity = KeyRing(directory(tenants, requests_per_minute=10)).identify(bearer(KEY))
@@ -149,7 +163,18 @@ def test_a_keys_file_is_read_again_when_it_changes(tmp_path):
         source.ring.identify(bearer(KEY))
 
 
-@pytest.mark.parametrize("content", ["keys: [", "keys: 5", "keys: []", "", "\x00", "- 1"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "keys: [",
+        "keys: 5",
+        "keys: []",
+        "",
+        "\x00",
+        "- 1",
+        f"{{keys: [{{id: one, sha256: {hash_key(KEY)}, tenant: gone}}], tenants: {{team: {{}}}}}}",
+    ],
+)
 def test_a_broken_file_changes_nothing_and_counts(tmp_path, content):
     path = tmp_path / "keys.yaml"
     write(path, [{"id": "one", "sha256": hash_key(KEY)}])
@@ -182,7 +207,8 @@ def test_a_key_written_where_its_hash_belongs_is_not_repeated(tmp_path):
 def test_a_file_and_inline_keys_add_up_and_may_not_contradict(tmp_path):
     path = tmp_path / "keys.yaml"
     write(path, [{"id": "three", "sha256": hash_key("third")}], {"team": {"weight": 2}})
-    source = KeySource(directory(), str(path))
+    inline = Directory(keys=directory().keys, tenants={"others": Tenant()})
+    source = KeySource(inline, str(path))
     assert source.ring.identify(bearer("third")).key_id == "three"
     assert source.ring.identify(bearer(KEY)).weight == 2
     with pytest.raises(ConfigError, match="team in keys_file and inline"):
