@@ -174,7 +174,8 @@ class EventReader:
         if usage:
             result.prompt_tokens = usage["prompt_tokens"]
             result.completion_tokens = usage["completion_tokens"]
-            result.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+            # Not every server tells.
+            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 class Connection(asyncio.Protocol):

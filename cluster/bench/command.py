@@ -38,6 +38,39 @@ def bench() -> None:
     type=click.IntRange(min=1),
     help="Longest run of prompt tokens in one pass. Default: the engine's.",
 )
+@click.option(
+    "--split",
+    is_flag=True,
+    help="Two engines of one thread each at the same time, beside one of two, instead.",
+)
+@click.option(
+    "--peers",
+    help="Beside others instead: vllm, llama.cpp, transformers, with commas between. All get the "
+    "same weights, in bfloat16, and llama.cpp its quantised ones too.",
+)
+@click.option(
+    "--peer-bin",
+    "peer_bins",
+    multiple=True,
+    metavar="PEER=DIR",
+    help="Where a peer's programs are. Default: PATH.",
+)
+@click.option(
+    "--random",
+    "shape",
+    metavar="SHAPE",
+    help="With --peers: random weights of LAYERS,HIDDEN,HEADS,KV_HEADS,INNER.",
+)
+@click.option(
+    "--traffic",
+    type=click.IntRange(min=0),
+    default=48,
+    show_default=True,
+    help="With --peers: requests that find the highest rate of 256 tokens in, 64 out. 0: none.",
+)
+@click.option(
+    "--report", type=click.Path(path_type=Path), help="With --peers: an HTML file with plots."
+)
 @json_option
 def engine(
     model: str,
@@ -47,14 +80,37 @@ def engine(
     threads: int,
     repeats: int,
     chunk: int | None,
+    split: bool,
+    peers: str | None,
+    peer_bins: tuple[str, ...],
+    shape: str | None,
+    traffic: int,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Tokens a second of one engine in one process, beside its linear layers alone.
 
     Prefill of 512 tokens, decode of 128 tokens behind 32 at batch 1 and 16, start-up from nothing.
     """
-    from cluster.bench.engine import bench_engine, table
+    if peers is not None:
+        _peers(model, peers, peer_bins, shape, repeats, threads, traffic, report, as_json)
+        return
+    from cluster.bench.engine import RATES, bench_engine, bench_split, table
 
+    if split:
+        found = bench_split(
+            model,
+            quantisation=quantisation,
+            quantisation_group=int(group) if group else None,
+            rounds=repeats,
+            say=say,
+        )
+        if as_json:
+            emit(found)
+        else:
+            for name in RATES:
+                click.echo(f"{name:20} {found[f'split_ratio.{name}']:.2f} of one engine of two")
+        return
     result = bench_engine(
         model,
         dtype=dtype,
@@ -65,6 +121,42 @@ def engine(
         max_chunk_tokens=chunk,
         say=say,
     )
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
+
+
+def _peers(
+    model: str,
+    names: str,
+    bins: tuple[str, ...],
+    shape: str | None,
+    rounds: int,
+    threads: int,
+    traffic: int,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    from cluster.bench.peers.contest import Effort, bench_peers
+    from cluster.bench.peers.forms import Shape, forms_of
+    from cluster.bench.peers.page import page, table
+    from engine.errors import ConfigError
+
+    places: dict[str, Path] = {}
+    for each in bins:
+        name, equals, place = each.partition("=")
+        if not equals:
+            raise ConfigError(f"--peer-bin {each!r}: give PEER=DIR")
+        places[name] = Path(place)
+    interrupt_on_signals()
+    forms = forms_of(model, None if shape is None else Shape.parse(shape))
+    effort = Effort(rounds=rounds, threads=threads, traffic_requests=traffic)
+    result = bench_peers(forms, names.split(","), places, effort, say)
+    result = {"model": shape or model, "threads": threads, **result}
+    if report is not None:
+        report.write_text(page(result))
+        say(f"report: {report}")
     if as_json:
         emit(result)
     else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.bench.engine_worker import EngineJob
@@ -61,6 +62,57 @@ def bench_engine(
     return {"quantisation": quantisation} | assemble(source, started, measured)
 
 
+def measure_once(
+    source: str, *, quantisation: str, quantisation_group: int | None, threads: int
+) -> dict[str, Any]:
+    """Each rate once, for those who take turns with somebody else. Raises as `bench_engine`."""
+    job = EngineJob(
+        source=source,
+        dtype="auto",
+        quantisation=quantisation,
+        quantisation_group=quantisation_group,
+        threads=threads,
+        repeats=1,
+        spawned_s=time.monotonic(),
+    )
+    return _run(job, threads)
+
+
+def bench_split(
+    source: str, *, quantisation: str, quantisation_group: int | None, rounds: int, say: Say
+) -> dict[str, Any]:
+    """Two engines of one thread each at the same time, beside one of two, in turn.
+
+    `split_ratio.<figure>` is what the two do together over what the one does, median of rounds.
+    Raises as `bench_engine`.
+    """
+
+    def run(threads: int) -> dict[str, float]:
+        measured = measure_once(
+            source,
+            quantisation=quantisation,
+            quantisation_group=quantisation_group,
+            threads=threads,
+        )
+        return {name: measured[name] for name in RATES}
+
+    rows: dict[str, list[float]] = {name: [] for name in RATES}
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(rounds):
+            both = list(pool.map(run, (1, 1)))
+            whole = run(2)
+            for name, ratios in rows.items():
+                ratios.append(sum(each[name] for each in both) / whole[name])
+            told = ", ".join(f"{ratios[-1]:.2f}" for ratios in rows.values())
+            say(f"round {number + 1} of {rounds}: two of one thread do {told} of one of two")
+    return {
+        **{f"split_ratio.{n}": significant(statistics.median(v)) for n, v in rows.items()},
+        "rounds": {name: [significant(v) for v in ratios] for name, ratios in rows.items()},
+        "model": source,
+        "quantisation": quantisation,
+    }
+
+
 def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) -> dict[str, Any]:
     """The command's one JSON object. Limits are None for a model without linear layers."""
     out: dict[str, Any] = {
@@ -77,6 +129,8 @@ def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) ->
         out[name] = significant(measured[name])
         limit = measured.get(f"{name}_limit")
         out[f"{name}_limit"] = None if limit is None else significant(limit)
+    for name, share in measured["step_overhead"].items():
+        out[f"step_overhead_{name}_ratio"] = significant(share)
     out["samples"] = {
         "startup_s": [significant(value) for value in started],
         **{
@@ -108,6 +162,11 @@ def table(result: dict[str, Any]) -> list[str]:
             share = 100 * result[name] / limit
             line += f"   {share:3.0f} % of its linear layers alone ({limit:.1f})"
         lines.append(line)
+    shares = ", ".join(
+        f"{100 * result[f'step_overhead_{name}_ratio']:.1f} % {name}"
+        for name in ("greedy", "sampled")
+    )
+    lines.append(f"of a step at batch 16, outside the model: {shares}")
     return lines
 
 

@@ -87,6 +87,15 @@ def measure(job: EngineJob) -> dict[str, Any]:
                     batch, job.decode_prompt_tokens, job.decode_tokens
                 ),
             )
+    overheads: dict[str, list[float]] = {"greedy": [], "sampled": []}
+    for _ in range(job.repeats):
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            overheads[name].append(
+                bench.overhead(
+                    max(job.batches), job.decode_prompt_tokens, job.decode_tokens, temperature
+                )
+            )
+    out["step_overhead"] = {name: statistics.median(v) for name, v in overheads.items()}
     built.engine.check()
     out["others_cpu_share"] = bystanders.share()
     out["samples"] = rates
@@ -151,6 +160,7 @@ class _Bench:
 
     def __init__(self, built: BuiltEngine, limit: Limit | None, rng: random.Random) -> None:
         self._engine = built.engine
+        self._model = built.model
         self._limit = limit
         self._rng = rng
         self._count = 0
@@ -200,13 +210,46 @@ class _Bench:
             self._passes.append((step.num_tokens, len(step.outputs)))
         return num_tokens, time.perf_counter() - started
 
+    def overhead(
+        self, batch: int, prompt_tokens: int, max_tokens: int, temperature: float
+    ) -> float:
+        """Share of decode steps that is not the model's pass: plans, inputs, samples, output."""
+        model, inside = self._model, 0.0
+        forward = model.forward
+
+        def timed(*arguments: Any) -> Any:
+            nonlocal inside
+            started = time.perf_counter()
+            try:
+                return forward(*arguments)
+            finally:
+                inside += time.perf_counter() - started
+
+        vars(model)["forward"] = timed
+        try:
+            ids = [
+                self._submit(prompt_tokens, max_tokens=max_tokens, temperature=temperature)
+                for _ in range(batch)
+            ]
+            waiting = set(ids)
+            while waiting:
+                step = self._engine.step()
+                assert step is not None, "the engine stopped in the middle of a batch"
+                waiting -= {output.request_id for output in step.outputs}
+            inside, finished, started = 0.0, 0, time.perf_counter()
+            while finished < batch:
+                finished += self._step()
+            return 1 - inside / (time.perf_counter() - started)
+        finally:
+            del vars(model)["forward"]
+
     def _step(self) -> int:
         step = self._engine.step()
         assert step is not None, "the engine stopped in the middle of a prompt"
         self._passes.append((step.num_tokens, len(step.outputs)))
         return sum(output.finish is not None for output in step.outputs)
 
-    def _submit(self, prompt_tokens: int, *, max_tokens: int) -> str:
+    def _submit(self, prompt_tokens: int, *, max_tokens: int, temperature: float = 0.0) -> str:
         from engine.request import Request, SamplingParams
 
         self._count += 1
@@ -216,7 +259,9 @@ class _Bench:
             Request(
                 request_id=request_id,
                 prompt_ids=tuple(self._rng.randrange(vocab) for _ in range(prompt_tokens)),
-                params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+                params=SamplingParams(
+                    max_tokens=max_tokens, temperature=temperature, ignore_eos=True
+                ),
             )
         )
         return request_id

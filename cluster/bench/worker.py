@@ -7,6 +7,7 @@ with one JSON line on standard output:
     {"do": "server", "url": "http://..."}                 the server to ask
     {"do": "closed", "side": SIDE, "asks": [...], "concurrency": 8}
     {"do": "arrivals", "side": SIDE, "asks": [...], "over_s": 1.0}
+    {"do": "at_times", "side": SIDE, "asks": [...], "times_s": [0.0, 0.4, ...]}
 
 SIDE is `engine` or `server`. Torch is imported by the first command only.
 """
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.bench.client import Client, StreamResult
-from cluster.bench.loads import Ask, Target, arrivals, closed_loop
+from cluster.bench.loads import Ask, Target, arrivals, at_times, closed_loop
 from cluster.errors import ClusterError
 from engine.errors import EngineError
 
@@ -71,6 +72,10 @@ class Commands:
                 )
             case "arrivals":
                 results = await arrivals(self._target(command), _asks(command), command["over_s"])
+            case "at_times":
+                asks = _asks(command)
+                await self._target(command).warm(min(len(asks), 64))
+                results = await at_times(self._target(command), asks, command["times_s"])
             case other:
                 raise AssertionError(f"no such command: {other}")
         # Failures have no end; the parent gives up on them anyway.
@@ -158,6 +163,12 @@ class Worker:
     def arrivals(self, side: str, asks: Sequence[Ask], over_s: float) -> Load:
         """As `closed`."""
         return self._load({"do": "arrivals", "side": side, "asks": _wire(asks), "over_s": over_s})
+
+    def at_times(self, side: str, asks: Sequence[Ask], times_s: Sequence[float]) -> Load:
+        """As `closed`; each request at its time in seconds."""
+        return self._load(
+            {"do": "at_times", "side": side, "asks": _wire(asks), "times_s": list(times_s)}
+        )
 
     def _load(self, command: Mapping[str, Any]) -> Load:
         answer = self._ask(command)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.transfer.checksum import checksum
 from engine.transfer.manifest import ChunkHead
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class KVExport:
             first_head=0,
             last_head=layout.num_kv_heads,
             num_bytes=num_bytes,
-            crc=zlib.crc32(payload),
+            checksum=checksum(payload),
         )
         self.unacked_bytes += num_bytes
         self.sent_bytes += num_bytes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
 from engine.errors import TransferError
+from engine.transfer.checksum import checksum
 from engine.transfer.manifest import ChunkHead
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class KVIntake:
         """
         if self._closed:
             return
-        crc = zlib.crc32(payload)
-        if crc != head.crc:
+        found = checksum(payload)
+        if found != head.checksum:
             raise TransferError(
-                f"checksum {crc:08x} of tokens {head.first_token}.."
-                f"{head.first_token + head.num_tokens}, {head.crc:08x} was sent",
+                f"checksum {found:016x} of tokens {head.first_token}.."
+                f"{head.first_token + head.num_tokens}, {head.checksum:016x} was sent",
                 stage="checksum",
             )
         staged = self._staged.pop(head, None)

@@ -13,7 +13,7 @@ from engine.errors import TransferError
 from engine.models.model import KVLayout
 from engine.request import SampledToken
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,8 @@ class ChunkHead:
     """Exclusive."""
 
     num_bytes: int
-    crc: int
-    """CRC-32 of the payload (ISO-HDLC, as zlib computes it)."""
+    checksum: int
+    """Of the payload, see `engine.transfer.checksum`."""
 
     def to_wire(self) -> list[int]:
         return [
@@ -145,7 +145,7 @@ class ChunkHead:
             self.first_head,
             self.last_head,
             self.num_bytes,
-            self.crc,
+            self.checksum,
         ]
 
     @classmethod
@@ -153,7 +153,7 @@ class ChunkHead:
         """Raises TransferError for a malformed list."""
         if len(wire) != 8 or min(wire) < 0:
             raise TransferError("malformed chunk head", stage="chunk")
-        l0, l1, t0, n, h0, h1, num_bytes, crc = wire
+        l0, l1, t0, n, h0, h1, num_bytes, checksum = wire
         return cls(
             first_layer=l0,
             last_layer=l1,
@@ -162,7 +162,7 @@ class ChunkHead:
             first_head=h0,
             last_head=h1,
             num_bytes=num_bytes,
-            crc=crc,
+            checksum=checksum,
         )
 
 

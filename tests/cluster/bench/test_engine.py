@@ -20,6 +20,7 @@ MEASURED = {
     "decode_1_tok_s_limit": 100.0,
     "decode_16_tok_s": 400.0,
     "decode_16_tok_s_limit": 1600.0,
+    "step_overhead": {"greedy": 0.0625, "sampled": 0.125},
     "samples": {"decode_1_tok_s": [79.0, 80.0, 81.0]},
 }
 
@@ -38,6 +39,7 @@ def test_the_table_says_what_share_of_the_limit_is_reached():
     lines = "\n".join(table(assemble("package:x", [3.0], MEASURED)))
     assert "50 % of its linear layers alone (3600.0)" in lines
     assert "25 % of its linear layers alone (1600.0)" in lines
+    assert "outside the model: 6.2 % greedy, 12.5 % sampled" in lines
 
 
 def test_a_model_without_linear_layers_has_no_limit():
@@ -75,6 +77,7 @@ def test_an_engine_is_measured_beside_its_linear_layers_if_it_has_any(source):
     limits = [f"{name}_limit" for name in names] if source == "tiny" else []
     assert set(result["samples"]) == {*names, *limits}
     assert all(result[name] > 0 for name in [*names, *limits])
+    assert all(0 < result["step_overhead"][name] < 1 for name in ("greedy", "sampled"))
     assert (result["num_threads"], result["dtype"], result["max_chunk_tokens"]) == (
         1,
         "float64",
