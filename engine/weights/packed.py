@@ -44,7 +44,7 @@ _SUFFIXES: Mapping[Method, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """What a matrix consists of, and what it may have besides."""
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each nibble of a word belongs to, from the low bits on."""
 
 
@@ -229,7 +229,7 @@ class PackedFormat:
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    place = torch.argsort(torch.tensor(_AWQ_ORDER))
+    place = torch.argsort(torch.tensor(AWQ_ORDER))
     values = unpack_words(words, 4, dim=1).view(words.shape[0], -1, 8)
     return values[:, :, place].reshape(words.shape[0], -1).T.contiguous()
 

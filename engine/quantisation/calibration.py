@@ -1,0 +1,232 @@
+"""Quantising a decoder layer by layer, each on what the quantised layers before it really say.
+
+Two streams of the calibration text run through the model: one through the weights as they are, and
+one through what has been quantised so far. A matrix is chosen by the second moment of what it reads
+in the second stream; the first tells how far that is from what it should read. No more is held than
+one layer, its activations of one sequence, and the two streams between layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.architecture import Architecture
+from engine.quantisation.awq import (
+    FOLDS,
+    fold,
+    quantise_nearest,
+    search_scales,
+    shared_by_heads,
+)
+from engine.quantisation.gptq import (
+    Order,
+    damped,
+    descend,
+    output_error,
+    quantise_gptq,
+    refit_scales,
+)
+from engine.quantisation.layer import LayerFunction
+from engine.quantisation.recipe import Recipe
+from engine.weights.packed import PackedMatrix
+
+Layer = dict[str, Tensor]
+Stage = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+class Moments:
+    """What the matrices of one product read, summed up over the tokens of the calibration text."""
+
+    def __init__(self, size: int) -> None:
+        self._square = torch.zeros(size, size)
+        self._shift = torch.zeros(size, size)
+        self._behind: Tensor | None = None
+        self._magnitude = torch.zeros(size)
+        self.num_tokens = 0
+
+    def add(self, read: Tensor, exact: Tensor | None = None, behind: Tensor | None = None) -> None:
+        """Count tokens in.
+
+        read: `[tokens, in]` of the quantised stream. exact: the same of the other one. behind:
+        `[tokens, out]`, what the quantised stream lacks where the product is added to it.
+        """
+        self._square.addmm_(read.T, read)
+        self._magnitude += read.abs().sum(0)
+        if exact is not None:
+            self._shift.addmm_((exact - read).T, read)
+        if behind is not None:
+            if self._behind is None:
+                self._behind = torch.zeros(behind.shape[1], read.shape[1])
+            self._behind.addmm_(behind.T, read)
+        self.num_tokens += read.shape[0]
+
+    @property
+    def hessian(self) -> Tensor:
+        """The second moment, `[in, in]`."""
+        return self._square / max(self.num_tokens, 1)
+
+    @property
+    def magnitude(self) -> Tensor:
+        """The mean absolute value of each input."""
+        return self._magnitude / max(self.num_tokens, 1)
+
+    def corrected(self, weight: Tensor, damping: float, share: float) -> Tensor:
+        """The weight that makes `share` of the difference of the streams good, by least squares.
+
+        `W + share * (W E[(x - y) y^T] + E[behind y^T]) E[y y^T]^-1`, y what is read and x what
+        should be (compare Li et al.: GPTAQ, 2025).
+        """
+        if share == 0.0:
+            return weight
+        lacking = weight @ self._shift
+        if self._behind is not None:
+            lacking += self._behind
+        lacking /= max(self.num_tokens, 1)
+        square = damped(self.hessian, damping)
+        return weight + share * torch.linalg.solve(square.double(), lacking.T.double()).T.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How one matrix came out."""
+
+    name: str
+    error: float
+    """What quantising did to the product over the calibration text, as a share of the product."""
+
+
+def embedded(windows: Sequence[Sequence[int]], table: Tensor) -> list[Tensor]:
+    """The streams' beginning: `[tokens, hidden]` of each window."""
+    return [table[torch.tensor(window)] for window in windows]
+
+
+class LayerQuantiser:
+    """Quantises layers in order. Owns the two streams.
+
+    architecture: of the model. streams: what the first layer reads, `[tokens, hidden]` float32 of
+    each sequence. stored: the dtype in which what is not quantised will be kept.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        streams: Sequence[Tensor],
+        *,
+        stored: torch.dtype,
+    ) -> None:
+        self._a = architecture
+        self._recipe = recipe
+        self._stored = stored
+        self._function = LayerFunction(architecture, torch.float32)
+        self._exact = list(streams)
+        self._seen = [stream.clone() for stream in streams]
+
+    @torch.inference_mode()
+    def quantise(
+        self, index: int, layer: Layer
+    ) -> tuple[Layer, dict[str, PackedMatrix], list[Measured]]:
+        """Take the next layer, float32 tensors by part.
+
+        Returns what stays in numbers (norms and biases, scales folded in), the matrices, and how
+        they came out.
+        """
+        layer = dict(layer)
+        if self._recipe.awq_scales:
+            self._fold_scales(layer)
+        # What the second stream computes with: the same tensors until they are quantised.
+        done = dict(layer)
+        matrices: dict[str, PackedMatrix] = {}
+        measured: list[Measured] = []
+        for product, stage in self._stages():
+            moments = self._moments(product, stage, layer, done)
+            for part in FOLDS[product]:
+                matrix, error = self._choose(layer[part], moments)
+                matrices[part] = matrix
+                done[part] = matrix.expand(torch.float32)
+                measured.append(Measured(f"layers.{index}.{part}", error))
+            if product in ("o", "down"):
+                self._advance(product, layer, done)
+        plain = {part: tensor for part, tensor in layer.items() if part not in matrices}
+        return plain, matrices, measured
+
+    def _stages(self) -> Iterator[tuple[str, Stage]]:
+        f = self._function
+        yield "qkv", f.read_by_qkv
+        yield "o", lambda x, layer: f.read_by_o(f.read_by_qkv(x, layer), layer)
+        yield "gate_up", f.read_by_gate_up
+        yield "down", lambda x, layer: f.read_by_down(f.read_by_gate_up(x, layer), layer)
+
+    def _moments(self, product: str, stage: Stage, layer: Layer, done: Layer) -> Moments:
+        moments = Moments(layer[FOLDS[product][0]].shape[1])
+        corrects = self._recipe.correction > 0.0
+        for exact, seen in zip(self._exact, self._seen, strict=True):
+            read = stage(seen, done)
+            if not corrects:
+                moments.add(read)
+                continue
+            behind = exact - seen if product in ("o", "down") else None
+            moments.add(read, stage(exact, layer), behind)
+        return moments
+
+    def _advance(self, product: str, layer: Layer, done: Layer) -> None:
+        """Both streams behind the product that was quantised last, which is added to them."""
+        stage = dict(self._stages())[product]
+        for i, (exact, seen) in enumerate(zip(self._exact, self._seen, strict=True)):
+            self._exact[i] = exact + F.linear(stage(exact, layer), layer[product])
+            self._seen[i] = seen + F.linear(stage(seen, done), done[product])
+
+    def _choose(self, weight: Tensor, moments: Moments) -> tuple[PackedMatrix, float]:
+        recipe = self._recipe
+        options: dict[str, Any] = {
+            "bits": recipe.bits,
+            "group": recipe.group_for(weight.shape[1]),
+            "symmetric": recipe.symmetric or (recipe.bits == 8 and recipe.method == "rtn"),
+        }
+        plain = moments.hessian
+        if not recipe.gptq_choice:
+            matrix = quantise_nearest(weight, plain if recipe.calibrated else None, **options)
+        else:
+            hessian = damped(plain, recipe.damping)
+            wanted = moments.corrected(weight, recipe.damping, recipe.correction)
+            order: Order = recipe.order  # pyright: ignore[reportAssignmentType]
+            matrix = quantise_gptq(wanted, hessian, order=order, **options)
+            for _ in range(recipe.sweeps):
+                matrix = refit_scales(matrix, wanted, hessian)
+                matrix = descend(matrix, wanted, hessian)
+        size = float((weight @ plain).mul_(weight).sum())
+        return matrix, output_error(matrix, weight, plain) / max(size, 1e-30)
+
+    def _fold_scales(self, layer: Layer) -> None:
+        """Find AWQ's scales of all four products on the unrounded layer, and fold them in."""
+        recipe = self._recipe
+        for product, stage in self._stages():
+            moments = Moments(layer[FOLDS[product][0]].shape[1])
+            for seen in self._stream_at(product, layer):
+                moments.add(stage(seen, layer))
+            heads = product == "o"
+            scales = search_scales(
+                [layer[part] for part in FOLDS[product]],
+                moments.magnitude,
+                moments.hessian,
+                bits=recipe.bits,
+                group=recipe.group_for(moments.magnitude.shape[0]),
+                symmetric=recipe.symmetric,
+                shared=(lambda x: shared_by_heads(x, self._a)) if heads else None,
+            )
+            fold(layer, product, scales, self._a, self._stored)
+
+    def _stream_at(self, product: str, layer: Layer) -> Iterator[Tensor]:
+        """The second stream where a product's norm reads it, with the layer unrounded."""
+        stage = dict(self._stages())["o"]
+        for seen in self._seen:
+            if product in ("qkv", "o"):
+                yield seen
+            else:
+                yield seen + F.linear(stage(seen, layer), layer["o"])
