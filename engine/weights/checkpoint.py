@@ -18,6 +18,9 @@ from engine.quantisation.codes import CodedMatrix
 
 T = TypeVar("T")
 
+Span = tuple[int, int]
+"""First and last, the last exclusive."""
+
 _HASH_CHUNK_BYTES = 8 * 1024 * 1024
 
 
@@ -28,8 +31,14 @@ class Lazy(Mapping[str, T]):
     contiguous, and the caller's own.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[], T]]) -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[], T]],
+        slices: Mapping[str, Callable[[int, Span], T]] | None = None,
+    ) -> None:
+        """slices: reads `(dim, span)` of a tensor without the rest of it; see `part`."""
         self._readers = dict(readers)
+        self.slices = dict(slices or {})
 
     def __getitem__(self, name: str) -> T:
         return self._readers[name]()
@@ -39,6 +48,17 @@ class Lazy(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._readers)
+
+
+def part(tensors: Mapping[str, Tensor], name: str, dim: int, span: Span) -> Tensor:
+    """Rows (`dim` 0) or columns (1) of a tensor, contiguous: read alone where that is possible."""
+    first, last = span
+    read = tensors.slices.get(name) if isinstance(tensors, Lazy) else None
+    if read is not None:
+        return read(dim, span)
+    return (
+        tensors[name].narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from engine.models.architecture import Architecture, Llama3Scaling, Rope
 from engine.quantisation.codes import CodedMatrix
 from engine.text.gguf_header import GGUFHeader, TensorInfo, read_gguf_header
 from engine.text.tokenizer import eos_ids_from_gguf
-from engine.weights.checkpoint import Checkpoint, Lazy, check_tensors, fingerprint
+from engine.weights.checkpoint import Checkpoint, Lazy, Span, check_tensors, fingerprint
 from engine.weights.gguf_blocks import BLOCK_TYPES, coded_matrix, dequantise
 from engine.weights.mapped_file import MappedFile, convert
 
@@ -59,6 +59,7 @@ def load_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
         path, architecture, {name: header.tensors[raw].shape for raw, name in canonical.items()}
     )
     readers: dict[str, Callable[[], Tensor]] = {}
+    slices: dict[str, Callable[[int, Span], Tensor]] = {}
     coded: dict[str, Callable[[], CodedMatrix]] = {}
     for raw, name in canonical.items():
         info = header.tensors[raw]
@@ -69,11 +70,12 @@ def load_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
             )
         heads = _interleaved_heads(architecture, name)
         readers[name] = functools.partial(_read, file, info, heads, dtype)
+        slices[name] = functools.partial(_read_part, file, info, heads, dtype)
         if info.type_name in BLOCK_TYPES and BLOCK_TYPES[info.type_name].codes is not None:
             coded[name] = functools.partial(_read_codes, file, info, heads)
     return Checkpoint(
         architecture=architecture,
-        tensors=Lazy(readers),
+        tensors=Lazy(readers, slices),
         coded=Lazy(coded),
         fingerprint=fingerprint(architecture, dtype, [path]),
     )
@@ -205,6 +207,39 @@ def _read(file: MappedFile, info: TensorInfo, heads: int | None, dtype: torch.dt
         return dequantise(info.type_name, _packed(file, info, heads), info.shape, dtype)
     rows = file.view(info.offset, info.shape, _PLAIN[info.type_name])
     return convert(rows if heads is None else _half_split(rows, heads), dtype)
+
+
+def _read_part(
+    file: MappedFile,
+    info: TensorInfo,
+    heads: int | None,
+    dtype: torch.dtype,
+    dim: int,
+    span: Span,
+) -> Tensor:
+    """Rows, in whole heads where heads are interleaved, or columns."""
+    first, last = span
+    if dim == 0 and heads is not None:
+        heads = heads * (last - first) // info.shape[0]
+    if info.type_name in _PLAIN:
+        part = file.view(info.offset, info.shape, _PLAIN[info.type_name])
+        part = part.narrow(dim, first, last - first)
+        return convert(part if heads is None else _half_split(part, heads), dtype)
+    packed = _packed(file, info, None)
+    if dim == 0:
+        packed = packed[first:last]
+    if heads is not None:
+        packed = _half_split(packed, heads)
+    if dim == 0:
+        return dequantise(info.type_name, packed, (last - first, *info.shape[1:]), dtype)
+    # The blocks that hold these columns, then what they hold beside them is cut off.
+    kind = BLOCK_TYPES[info.type_name]
+    from_block, to_block = first // kind.elements, -(-last // kind.elements)
+    packed = packed[:, from_block * kind.num_bytes : to_block * kind.num_bytes]
+    shape = (info.shape[0], (to_block - from_block) * kind.elements)
+    whole = dequantise(info.type_name, packed.contiguous(), shape, dtype)
+    begin = first - from_block * kind.elements
+    return whole[:, begin : begin + last - first].contiguous()
 
 
 def _read_codes(file: MappedFile, info: TensorInfo, heads: int | None) -> CodedMatrix:

@@ -19,7 +19,7 @@ from engine.models.architecture import Activation, Architecture, Llama3Scaling, 
 from engine.quantisation.codes import CodedMatrix
 from engine.text.json_file import as_list, as_object, read_json
 from engine.text.tokenizer import eos_ids_from_directory
-from engine.weights.checkpoint import Checkpoint, Lazy, check_tensors, fingerprint
+from engine.weights.checkpoint import Checkpoint, Lazy, Span, check_tensors, fingerprint
 from engine.weights.mapped_file import MappedFile, convert
 from engine.weights.packed import PackedFormat, PackedMatrix, even_groups, packed_format
 
@@ -104,6 +104,7 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
         canonical[name] = raw
     shapes = {name: stored[raw].shape for name, raw in canonical.items()}
     readers: dict[str, Callable[[], Tensor]] = {}
+    slices: dict[str, Callable[[int, Span], Tensor]] = {}
     coded: dict[str, Callable[[], CodedMatrix]] = {}
     needed = architecture.tensor_shapes()
     for name, parts in packed.items():
@@ -125,9 +126,10 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
                 f"{', '.join(_DTYPES)}"
             )
         readers[name] = functools.partial(_read, files[entry.path], entry, dtype)
+        slices[name] = functools.partial(_read_part, files[entry.path], entry, dtype)
     return Checkpoint(
         architecture=architecture,
-        tensors=Lazy(readers),
+        tensors=Lazy(readers, slices),
         coded=Lazy(coded),
         fingerprint=fingerprint(architecture, dtype, files),
     )
@@ -135,6 +137,13 @@ def load_safetensors(path: Path, dtype: torch.dtype) -> Checkpoint:
 
 def _read(file: MappedFile, entry: StoredTensor, dtype: torch.dtype) -> Tensor:
     return convert(file.view(entry.offset, entry.shape, _DTYPES[entry.type_name]), dtype)
+
+
+def _read_part(
+    file: MappedFile, entry: StoredTensor, dtype: torch.dtype, dim: int, span: Span
+) -> Tensor:
+    whole = file.view(entry.offset, entry.shape, _DTYPES[entry.type_name])
+    return convert(whole.narrow(dim, span[0], span[1] - span[0]), dtype)
 
 
 class _PackedReader:

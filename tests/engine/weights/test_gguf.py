@@ -11,6 +11,7 @@ import torch
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture, Llama3Scaling, Rope
 from engine.text.gguf_header import read_gguf_header
+from engine.weights.checkpoint import part
 from engine.weights.gguf_blocks import BLOCK_TYPES, coded_matrix, dequantise
 from engine.weights.load import load_checkpoint
 
@@ -175,6 +176,27 @@ def test_a_quantised_matrix_comes_as_codes_too_in_the_order_of_its_rows(
         m = checkpoint.coded[name]
         assert (m.bits, m.group) == (8 if kind == Q.Q8_0 else 4, 32)
         assert torch.equal(m.expand(torch.float32), checkpoint.tensors[name]), name
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.Q4_1, Q.Q8_0], ids=lambda kind: kind.name)
+def test_parts_are_read_alone_and_are_those_of_the_whole(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType
+):
+    architecture = make_architecture(qkv_bias=True)
+    tensors = make_tensors(architecture)
+    path = write_model(tmp_path / "m.gguf", architecture, tensors, kind)
+    checkpoint = load_checkpoint(str(path), torch.float32)
+    for name in tensors:
+        whole = checkpoint.tensors[name]
+        for span in ((0, 16), (16, 48), (16, whole.shape[0])):  # heads of 16
+            if span[1] <= whole.shape[0]:
+                rows = part(checkpoint.tensors, name, 0, span)
+                assert torch.equal(rows, whole[span[0] : span[1]]), (name, span)
+        if whole.ndim == 2:
+            for first, last in ((0, 32), (32, 64), (5, 50)):  # blocks of 32
+                columns = part(checkpoint.tensors, name, 1, (first, last))
+                assert columns.is_contiguous()
+                assert torch.equal(columns, whole[:, first:last]), (name, first)
 
 
 def test_plain_matrices_are_no_codes(tmp_path: Path):

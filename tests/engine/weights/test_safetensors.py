@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
 from engine.models.architecture import Llama3Scaling, Rope
+from engine.weights.checkpoint import part
 from engine.weights.load import load_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -97,6 +98,20 @@ def test_a_model_saved_by_transformers_is_read(
             assert torch.equal(ours, state[f"model.layers.1.{stored}"]), name
     half = load_checkpoint(str(tmp_path), torch.bfloat16).tensors["layers.0.gate"]
     assert torch.equal(half, state["model.layers.0.mlp.gate_proj.weight"].bfloat16())
+
+
+def test_parts_are_read_alone_and_are_those_of_the_whole(tmp_path: Path):
+    save_model(tmp_path, "qwen2", {})
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = load_checkpoint(str(tmp_path), dtype).tensors
+        for name, whole in tensors.items():
+            size = whole.shape[0]
+            rows = part(tensors, name, 0, (size // 3, size))
+            assert torch.equal(rows, whole[size // 3 :]), name
+            if whole.ndim == 2:
+                columns = part(tensors, name, 1, (3, 10))
+                assert columns.is_contiguous()
+                assert torch.equal(columns, whole[:, 3:10]), name
 
 
 def test_shards_are_read_through_their_index(tmp_path: Path):
