@@ -66,7 +66,8 @@ def exponential(seed: int, position: int, token_ids: Tensor) -> Tensor:
     return -torch.log((noise_bits(key, token_ids).to(torch.float64) + 0.5) * 2.0**-32)
 
 
-def _signed(z: int) -> int:
+def signed(z: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number."""
     return z - (1 << 64) if z >> 63 else z
 
 
@@ -75,11 +76,15 @@ def _shift_right(z: Tensor, n: int) -> Tensor:
     return (z >> n) & ((1 << (64 - n)) - 1)
 
 
-def noise_bits(key: int, token_ids: Tensor) -> Tensor:
-    """The 32 random bits of each token as int64, computed on the tensor's own device."""
-    z = ((token_ids >> 1) + 1) * _signed(_GOLDEN) + _signed(key)
-    z = (z ^ _shift_right(z, 30)) * _signed(_MUL1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MUL2)
+def noise_bits(key: int | Tensor, token_ids: Tensor) -> Tensor:
+    """The 32 random bits of each token as int64, computed on the tensor's own device.
+
+    key: of one row, unsigned; or of many, as int64 `signed` of each, `[rows, 1]`.
+    """
+    of_row = signed(key) if isinstance(key, int) else key
+    z = ((token_ids >> 1) + 1) * signed(_GOLDEN) + of_row
+    z = (z ^ _shift_right(z, 30)) * signed(_MUL1)
+    z = (z ^ _shift_right(z, 27)) * signed(_MUL2)
     z = z ^ _shift_right(z, 31)
     return (z >> ((token_ids & 1) * 32)) & _MASK32
 

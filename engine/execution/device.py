@@ -1,0 +1,63 @@
+"""The executor for a model on a device: one copy in, a graph where one fits, one copy out."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.execution.graphs import DecodeGraphs
+from engine.execution.packed import PackedInputs
+from engine.execution.pool import KVPool
+from engine.models.model import Model
+from engine.sampling.batched import BatchedSampler
+from engine.scheduling.plan import StepPlan, StepResult
+
+
+class DeviceExecutor:
+    """Computes in this process on the model's device. See `Executor`.
+
+    Works on a CPU as well, which is how it is tested.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        sampler: BatchedSampler,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`pool` has the model's layout. `graphs`: recorded, of the same model and pool."""
+        assert pool.layout == model.layout, f"{pool.layout} is not {model.layout}"
+        self._model = model
+        self._pool = pool
+        self._sampler = sampler
+        self._graphs = graphs
+        self._inputs = PackedInputs(model.device)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`. Raises `UnusableLogits`, which names the request at fault."""
+        # A preempted request may be back in the same plan: first out, then in.
+        for request_id in plan.left:
+            self._sampler.leave(request_id)
+        for entered in plan.entered:
+            self._sampler.enter(
+                entered.request_id, entered.params, entered.token_ids, entered.num_prompt_tokens
+            )
+        if not plan.chunks:
+            return StepResult({})
+        with torch.inference_mode():
+            logits = None if self._graphs is None else self._graphs.run(plan)
+            if logits is None:
+                fields, step = self._inputs.load(
+                    plan, self._pool.block_tokens, self._pool.num_blocks
+                )
+                logits = self._model.forward(fields.ids, fields.positions, self._pool, step)
+            sampled = [chunk for chunk in plan.chunks if chunk.sample]
+            request_ids = [chunk.request_id for chunk in sampled]
+            tokens = self._sampler.sample(logits, request_ids, [chunk.end for chunk in sampled])
+            if not sampled and self._model.device.type == "cuda":
+                # Nothing was fetched, so nothing waited: after a step its KV may be read by others.
+                torch.cuda.current_stream(self._model.device).synchronize()
+        return StepResult(dict(zip(request_ids, tokens, strict=True)))
+
+    def close(self) -> None:
+        """See `Executor.close`. Nothing here outlives the objects themselves."""

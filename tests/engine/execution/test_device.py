@@ -1,0 +1,74 @@
+"""The device's executor gives the tokens of the plain one, with and without graphs."""
+
+import pytest
+from device_graphs import FakeRecorder, tiny_on_device
+
+from engine.build import BuiltEngine, assemble
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.execution.device import DeviceExecutor
+from engine.execution.graphs import DecodeGraphs, GraphBuckets
+from engine.request import Request, SamplingParams
+from engine.sampling.batched import BatchedSampler
+from engine.text.text_model import load_text
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_on_device()
+
+
+def build(model, *, on_device=False, rows=None) -> tuple[BuiltEngine, DecodeGraphs | None]:
+    config = EngineConfig(
+        model=ModelConfig(name="m", source="tiny"),
+        max_context_tokens=256,
+        block_tokens=PAGE,
+        num_blocks=40,  # room for a few: others wait or are preempted
+        scheduler=SchedulerConfig(max_chunk_tokens=7),
+    )
+    built = assemble(config, model, load_text("tiny").tokenizer)
+    graphs = None
+    if on_device:
+        if rows is not None:
+            graphs = DecodeGraphs(model, built.pool, GraphBuckets(rows, (4, 16)), FakeRecorder())
+            graphs.record()
+        sampler = BatchedSampler(model.vocab_size, model.eos_token_ids)
+        built.engine._executor = DeviceExecutor(model, built.pool, sampler, graphs)
+    return built, graphs
+
+
+def drive(built):
+    requests = [
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=tuple(32 + (7 * i + j) % 90 for j in range(3 + 9 * i)),
+            params=SamplingParams(
+                max_tokens=12 + i,
+                temperature=float(i % 3 != 0),
+                seed=i,
+                top_p=0.9 if i % 4 == 3 else 1.0,
+                frequency_penalty=0.5 if i == 4 else 0.0,
+            ),
+        )
+        for i in range(8)
+    ]
+    for request in requests:
+        built.engine.submit(request)
+    tokens = {request.request_id: [] for request in requests}
+    while (step := built.engine.step()) is not None:
+        built.engine.check()
+        for output in step.outputs:
+            tokens[output.request_id].append(output.token.token_id)
+    assert built.engine.stats().num_held_blocks == 0
+    return tokens
+
+
+@pytest.mark.parametrize("rows", [None, (1, 2, 4, 8), (1, 2)], ids=["eager", "graphs", "too small"])
+def test_whole_conversations_get_the_tokens_of_the_plain_executor(model, rows):
+    want = drive(build(model)[0])
+    built, graphs = build(model, on_device=True, rows=rows)
+    assert drive(built) == want
+    assert (graphs is None) == (rows is None)
+    if graphs is not None:
+        assert graphs.num_replays > 0
