@@ -23,7 +23,6 @@ from engine.cache.blocks import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import RequestError
 from engine.execution.executor import Executor
-from engine.execution.pool import KVPool
 from engine.models.model import KVLayout
 from engine.outputs import Computed, EngineStats, Output, StepOutput
 from engine.request import FinishReason, Request, RequestId, SampledToken
@@ -32,6 +31,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Committed, Reservation, Scheduler
 from engine.text.output import TextStream
 from engine.text.tokenizer import Tokenizer
+from engine.transfer.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Engine:
         scheduler: Scheduler,
         blocks: BlockManager,
         executor: Executor,
-        pool: KVPool,
+        pool: KVMemory,
         tokenizer: Tokenizer,
         layout: KVLayout,
         vocab_size: int,
@@ -148,6 +148,23 @@ class Engine:
             self._scheduler.kv_failed(request_id)
         self._work.set()
 
+    def import_blocks(self, request_id: RequestId) -> tuple[int, ...]:
+        """Blocks that a remote request waits for to be filled; empty when it waits for none."""
+        with self._lock:
+            return self._scheduler.import_blocks(request_id)
+
+    def set_aside(self, request_id: RequestId, lease_id: str) -> tuple[int, ...]:
+        """The import of this request failed, and what it began may still write into its blocks:
+        they are kept until `release(lease_id)`, and the request gets others.
+
+        Returns its blocks as they are now; empty when it has none to import into any more: it ended
+        meanwhile, or waits for blocks and is computed here.
+        """
+        with self._lock:
+            blocks = self._scheduler.set_aside(request_id, lease_id, self._clock())
+        self._work.set()
+        return blocks
+
     def cancel(self, request_id: RequestId) -> bool:
         """End a request wherever it is. Its blocks are free once the running step has ended."""
         with self._lock:
@@ -202,9 +219,7 @@ class Engine:
                 self._work.clear()
                 if not self._reservations:
                     return None
-                out = StepOutput(reservations=self._reservations)
-                self._reservations = []
-                return out
+                return self._new_output()
         try:
             result = self._executor.execute(plan)
         except UnusableLogits as error:
@@ -248,9 +263,14 @@ class Engine:
     def close(self) -> None:
         self._executor.close()
 
-    def _commit(self, plan: StepPlan, committed: list[Committed]) -> StepOutput:
-        out = StepOutput(reservations=self._reservations)
+    def _new_output(self) -> StepOutput:
+        """With what became known since the last one."""
+        out = StepOutput(reservations=self._reservations, aged=self._scheduler.take_aged())
         self._reservations = []
+        return out
+
+    def _commit(self, plan: StepPlan, committed: list[Committed]) -> StepOutput:
+        out = self._new_output()
         if self._held:
             out.computed = [
                 Computed(chunk.request_id, chunk.first_token, chunk.end, chunk.blocks)
@@ -299,8 +319,7 @@ class Engine:
             self._scheduler.finish(error.request_id, FinishReason.ERROR)
             self._texts.pop(error.request_id, None)
             self._held.discard(error.request_id)
-            out = StepOutput(reservations=self._reservations)
-            self._reservations = []
+            out = self._new_output()
         out.outputs.append(Output(error.request_id, None, "", FinishReason.ERROR, 0))
         return out
 

@@ -61,6 +61,10 @@ class StepOutput:
     preempted: tuple[RequestId, ...] = ()
     """Requests that lost their blocks before this step."""
 
+    aged: tuple[tuple[RequestId, int], ...] = ()
+    """Requests admitted since the last step at a more urgent level than their priority, for they
+    had waited long, and that level: only what is more urgent still can preempt them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:

@@ -74,7 +74,7 @@ def report_of(alive: Sequence[tuple[int, int, int]], slots: int) -> Report:
         slots=slots,
         capacity_tokens=1_000_000_000,
         grants=tuple((epoch, grant_id, 1) for epoch, grant_id, _ in alive),
-        alive=tuple((rank, False, n, n) for rank, n in sorted(by_rank.items())),
+        alive=tuple((rank, None, n, n) for rank, n in sorted(by_rank.items())),
     )
 
 

@@ -115,8 +115,8 @@ SHARES = (
         title="Goodput",
         unit="share of offered",
         text="Requests that met every target of their tier, divided by all that were offered: "
-        "shed, failed and timed-out ones are misses. Beside it: such requests, and their output "
-        "tokens, a second. Requests that the client left on purpose are no part of it. An answer "
+        "shed, failed, timed-out and left ones are misses, as in the server's own metrics. Beside "
+        "it: such requests, and their output tokens, a second. An answer "
         "without a first chunk (not streamed) is judged by its end; ITL by `itl_s`, only where "
         "there are two tokens or more.",
         elsewhere="AIPerf and vLLM count good requests a second; theirs leave failed ones out of "

@@ -158,8 +158,8 @@ def _misses(value: float | None, target: float | None) -> bool:
     return value is not None and target is not None and value > target
 
 
-def is_judged(outcome: Outcome) -> bool:
-    """Whether it counts as offered: what the client left on purpose says nothing of the server."""
+def was_awaited(outcome: Outcome) -> bool:
+    """Whether its latency is known or endless: of what the client left on purpose it is neither."""
     return outcome.result != "disconnected"
 
 
@@ -229,7 +229,8 @@ def _group(
     resamples = _resamples(outcomes, bootstrap)
     counts = Counter(each.result for each in outcomes)
     values = {each.key: group_values(outcomes, each.key) for each in LATENCIES}
-    judged = _marks(outcomes, is_judged)
+    offered = np.ones(len(outcomes))
+    awaited = int(_marks(outcomes, was_awaited).sum())
     good = _marks(outcomes, lambda each: is_good(each, targets_of(slo, each.tier)))
     ok = [each for each in outcomes if each.result == "ok"]
     tokens_in = sum(_num_input_tokens(each) for each in ok)
@@ -241,7 +242,7 @@ def _group(
     for each in LATENCIES:
         latency[each.key] = _figures(values[each.key], resamples)
     for key in ("ttft_scheduled_s", "e2e_scheduled_s"):
-        missing = int(judged.sum()) - len(values[key].values)
+        missing = awaited - len(values[key].values)
         if latency[key] is not None:
             latency[key]["over_offered"] = _over_offered(values[key].values, missing)
     reported = _marks(
@@ -259,14 +260,14 @@ def _group(
         "block_length": round(resamples.length, 2),
         "latency": latency,
         "goodput": {
-            **_share(good, judged, resamples),
+            **_share(good, offered, resamples),
             "requests_per_s": _rate(float(good.sum()), duration_s),
             "output_tokens_per_s": _rate(good_tokens, duration_s),
             "by_multiple": goodput_by_multiple(outcomes, slo),
         },
-        "shed_share": _share(_marks(outcomes, lambda e: e.result == "shed"), judged, resamples),
+        "shed_share": _share(_marks(outcomes, lambda e: e.result == "shed"), offered, resamples),
         "failed_share": _share(
-            _marks(outcomes, lambda e: e.result in ("error", "timeout")), judged, resamples
+            _marks(outcomes, lambda e: e.result in ("error", "timeout")), offered, resamples
         ),
         "cached_share": _share(
             reported * np.array([float(each.cached_tokens or 0) for each in outcomes]),
@@ -392,7 +393,7 @@ def _rate(amount: float, duration_s: float) -> float | None:
 
 def goodput_by_multiple(outcomes: Sequence[Outcome], slo: Slo) -> list[dict[str, float]]:
     """Goodput, had every target been so many times what it is."""
-    judged = [(each, targets_of(slo, each.tier)) for each in outcomes if is_judged(each)]
+    judged = [(each, targets_of(slo, each.tier)) for each in outcomes]
     if not judged:
         return []
     return [

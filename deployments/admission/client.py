@@ -17,6 +17,9 @@ from engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN = Backoff(max_s=0.3)
+"""How soon a queue that is away is looked for again: Ray takes about a second to restart it."""
+
 
 class QueueAway(EngineError):
     """The queue cannot be reached now. Work that may not wait goes to decode's own limits."""
@@ -49,7 +52,7 @@ class QueueClient:
             LinkHandlers(on_message=self._message, on_open=self._opened, on_close=self._closed),
             settings=settings,
             expect_role="queue",
-            backoff=backoff,
+            backoff=backoff or LOOK_AGAIN,
         )
         self._policy: list[Any] | None = None
         self._tickets = 0
@@ -61,8 +64,8 @@ class QueueClient:
         """Begin to keep the link. Call once, on the gateway's loop."""
         self._kept.start()
 
-    async def wait_available(self, timeout_s: float) -> bool:
-        """Wait for the link, at most `timeout_s`; for start-up, before the first request."""
+    async def wait_available(self, timeout_s: float | None) -> bool:
+        """Wait for the link, at most `timeout_s`; None: for as long as it takes."""
         try:
             await asyncio.wait_for(self._kept.wait_up(), timeout_s)
         except asyncio.TimeoutError:
@@ -202,7 +205,7 @@ class QueueReporter:
             LinkHandlers(on_message=self._message, on_open=self._opened),
             settings=settings,
             expect_role="queue",
-            backoff=backoff,
+            backoff=backoff or LOOK_AGAIN,
         )
         self._coalesce_s = coalesce_s
         self._latest: Report | None = None

@@ -248,19 +248,37 @@ class FairOrder:
             tier.finished = {t: f for t, f in tier.finished.items() if f > tier.virtual}
 
     def ahead(self, entry: Entry) -> tuple[int, float]:
-        """`(entries, token cost)` that will probably be served before this one, itself not counted.
+        """`(entries, token cost)`: who stands before this entry, and what will probably have been
+        granted with its own grant, by those who wait now.
 
-        More urgent tiers whole; of its own tier what fairness puts first: the tenant's own earlier
-        entries, and of every other tenant as much as it may take meanwhile.
+        Before it stand more urgent tiers whole, and of its own tier what fairness puts first: the
+        tenant's own earlier entries, and of every other tenant as much as it may take meanwhile.
+        Shares change what that costs: tiers below take theirs in between, and with one of its own a
+        tier's turn comes however much waits above.
         """
-        count, cost = 0, 0.0
+        count, above, below = 0, 0.0, list[_Tier]()
         for tier in self._tiers.values():
             if tier.rule.rank < entry.rule.rank:
                 count += tier.waiting
-                cost += tier.cost
+                above += tier.cost
+            elif tier.rule.rank > entry.rule.rank and tier.waiting and tier.rule.share > 0:
+                below.append(tier)
         tier = self._tiers.get(_key(entry))
-        if tier is None:
-            return count, cost
+        entries, own = (0, 0.0) if tier is None else self._ahead_within(tier, entry)
+        own += entry.cost
+        due = above + own
+        left = 1.0 - sum(other.rule.share for other in below)
+        if below and left > 0:
+            due += sum(min(float(other.cost), other.rule.share * due / left) for other in below)
+        if entry.rule.share > 0:
+            owed = 0.0 if tier is None else tier.owed
+            due = min(due, max(own, (own - owed) / entry.rule.share))
+        return count + entries, due
+
+    @staticmethod
+    def _ahead_within(tier: _Tier, entry: Entry) -> tuple[int, float]:
+        """`(entries, token cost)` before this one in its own tier."""
+        count, cost = 0, 0.0
         own_cost = 0
         tenant = tier.tenants.get(entry.tenant)
         if tenant is not None:

@@ -13,7 +13,8 @@ a restarted queue is right as soon as the replicas have reported.
 An entry fits a replica that has
 
 - a slot for each choice, counting those of preemptible work that it outranks (the engine takes them
-  back within a step) and leaving free what is reserved for tiers above it,
+  back within a step; a tier with a share keeps some) and leaving free what is reserved for tiers
+  above it,
 - KV room for its prompt and the start of its output, likewise,
 - and if the prefill pool is not loaded beyond its budget.
 """
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -118,8 +118,9 @@ class _Waiter(Entry):
     """KV that its grant sets aside."""
 
     standing: Arrival = field(init=False)
-    ahead_cost: float = field(init=False)
-    """Token cost that was to be served before it when it came."""
+    due_cost: float = field(init=False)
+    """Token cost that was to be granted by the time of its own grant, itself included, when it
+    came."""
 
 
 @dataclass(slots=True)
@@ -155,16 +156,18 @@ class _Replica:
     def free_tokens(self) -> int:
         return self.report.capacity_tokens - self.report.held_tokens - self.promised_tokens
 
-    def outranked(self, rank: int, shares: Mapping[int, float]) -> tuple[int, int]:
-        """Choices and KV tokens of running work that makes way for this rank. `shares`: by rank,
-        the part of the slots that a tier keeps, or a flood from above would starve what it began.
-        """
+    @property
+    def over(self) -> int:
+        """Choices past the slots, which others here have made way for or will."""
+        return max(0, -self.free)
+
+    def outranked(self, rank: int) -> tuple[int, int]:
+        """Choices and KV tokens of work here that the engine lets make way for this rank."""
         choices = tokens = 0
-        for priority, preemptible, n, held in self.report.alive:
-            if preemptible and priority > rank:
-                freed = max(0, n - int(shares.get(priority, 0.0) * self.report.slots))
-                choices += freed
-                tokens += held * freed // max(1, n)
+        for _, level, n, held in self.report.alive:
+            if level is not None and level > rank:
+                choices += n
+                tokens += held
         return choices, tokens
 
 
@@ -449,14 +452,16 @@ class AdmissionQueue:
             return None
         reserved = self._reserved_above(rank, n)
         spare = sum(r.free for r in usable) - reserved
-        shares = {rule.rank: rule.share for rule in self._tiers.rules.values()}
+        to_spare = self._make_way(rank, usable)
         best: tuple[bool, int, int] | None = None
         chosen: _Replica | None = None
         for replica in usable:
-            outranked, reclaimed = replica.outranked(rank, shares)
+            outranked, held = replica.outranked(rank)
+            freed = max(0, min(outranked, to_spare + replica.over))
             free = replica.free if spare >= n else -1
-            if max(free, replica.free + outranked if outranked else -1) < n:
+            if max(free, replica.free + freed if freed else -1) < n:
                 continue
+            reclaimed = held * freed // outranked if freed else 0
             # An idle replica takes what is larger than its pool: the engine decides.
             if replica.reported + replica.promised and replica.free_tokens + reclaimed < tokens:
                 continue
@@ -464,6 +469,34 @@ class AdmissionQueue:
             if best is None or order > best:
                 best, chosen = order, replica
         return chosen
+
+    def _make_way(self, rank: int, usable: list[_Replica]) -> int:
+        """Choices over the whole pool that make way for this rank, without those that have already.
+
+        A tier with a share keeps that part of the slots, and one at least where there are enough of
+        them: a flood from above would starve what it began.
+        """
+        alive: dict[int, int] = {}
+        outranked: dict[int, int] = {}
+        slots = over = 0
+        for replica in usable:
+            slots += replica.report.slots
+            over += replica.over
+            for priority, level, n, _ in replica.report.alive:
+                if priority > rank:
+                    alive[priority] = alive.get(priority, 0) + n
+                    if level is not None and level > rank:
+                        outranked[priority] = outranked.get(priority, 0) + n
+        if not outranked:
+            return 0
+        shares = {r.rank: r.share for r in self._tiers.rules.values() if r.share > 0}
+        least = 1 if len(shares) < slots else 0
+        kept = {tier: max(least, int(share * slots)) for tier, share in shares.items()}
+        makes_way = sum(
+            min(n, max(0, alive[priority] - kept.get(priority, 0)))
+            for priority, n in outranked.items()
+        )
+        return makes_way - over
 
     def _reserved_above(self, rank: int, n: int) -> int:
         """Slots kept for tiers more urgent than this rank that they do not use now: never so many
@@ -514,7 +547,7 @@ class AdmissionQueue:
             tokens=acquire.prompt_tokens
             + acquire.n * min(output, self._limits.reserve_output_tokens),
         )
-        ahead, waiter.ahead_cost = self._order.ahead(waiter)
+        ahead, waiter.due_cost = self._order.ahead(waiter)
         waiter.standing = self._standing.arrived(self._order.waiting(), ahead)
         return waiter
 
@@ -523,8 +556,7 @@ class AdmissionQueue:
         if not self._limits.refuse_hopeless or not self._waiters or waiter.resumed:
             return None
         ahead = waiter.standing.ahead
-        # Its own turn comes one grant after the last of those ahead.
-        estimate_s = self._pace.seconds_for(waiter.ahead_cost + waiter.cost)
+        estimate_s = self._pace.seconds_for(waiter.due_cost)
         wait_s = waiter.deadline - now
         if estimate_s is None or ahead == 0 or estimate_s <= HOPE * wait_s:
             return None

@@ -71,6 +71,9 @@ class Place:
     due_s: float | None = None
     """When its first token is due, in monotonic seconds of this process."""
 
+    may_wait: bool = False
+    """Nothing is promised of its first token: while the queue is away it waits for that."""
+
     patient_until_s: float | None = None
     """When the client gives up unless a first token came. None: it told only its whole patience."""
 

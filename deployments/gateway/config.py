@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from deployments.admission.queue import QueueLimits
 from deployments.admission.tiers import TierTable
 from deployments.gateway.identity.config import Directory, Key, Name, Tenant
+from deployments.gateway.secret_text import SECRET_TAGS, SecretSource, SecretText
 from deployments.gateway.tiers import Tier, check_tiers, standard_tiers
 from engine.errors import ConfigError
+
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class _Strict(BaseModel):
@@ -108,8 +118,9 @@ class Tracing(_Strict):
     sample: float = Field(default=0.01, ge=0, le=1)
     """Share of requests traced that bring no trace context; one they bring decides for them."""
 
-    headers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Sent to the collector, for its authentication."""
+    headers: dict[str, SecretText] = Field(default_factory=dict[str, str | SecretSource])
+    """Sent to the collector, for its authentication. A value is written here, or read from
+    `{env: NAME}` or `{file: PATH}`."""
 
     timeout_s: float = Field(default=10.0, gt=0, le=300)
     delay_s: float = Field(default=5.0, gt=0, le=300)
@@ -157,8 +168,10 @@ class GatewayConfig(_Strict):
     keys_file: str | None = Field(default=None, min_length=1)
     """A YAML or JSON file with `keys` and `tenants`, read again when it changes."""
 
-    limits_store: str | None = Field(default=None, pattern=r"^(redis|rediss|unix)://")
-    """A Redis that all gateways share. None: each gateway counts for itself."""
+    limits_store: SecretText | None = None
+    """URL of a Redis that all gateways share (`redis`, `rediss` or `unix`), or where it is written,
+    since it may hold a password: `{env: NAME}` or `{file: PATH}`. None: each gateway counts for
+    itself."""
 
     metrics: bool = True
     """False: this gateway's series stand still, for comparison."""
@@ -174,6 +187,13 @@ class GatewayConfig(_Strict):
     logs: Logging = Logging()
     request_log: RequestLogging | None = None
     """None: off."""
+
+    @field_validator("limits_store")
+    @classmethod
+    def _is_a_redis(cls, store: str | SecretSource | None) -> str | SecretSource | None:
+        if isinstance(store, str) and not store.startswith(REDIS_SCHEMES):
+            raise ValueError(f"must begin with one of {', '.join(REDIS_SCHEMES)}")
+        return store
 
     @model_validator(mode="after")
     def _tiers_and_keys_fit(self) -> GatewayConfig:
@@ -251,7 +271,7 @@ _SECRET = frozenset({"keys", "limits_store", "tracing"})
 def _explain(error: ValidationError) -> str:
     lines: list[str] = []
     for detail in error.errors(include_url=False):
-        field = ".".join(str(part) for part in detail["loc"])
+        field = ".".join(str(part) for part in detail["loc"] if part not in SECRET_TAGS)
         if detail["type"] == "extra_forbidden":
             lines.append(
                 f"user_config.{field}: no such field; remove it or correct its name "
@@ -265,7 +285,8 @@ def _explain(error: ValidationError) -> str:
             # A number is no secret, wherever it stands.
             told = isinstance(detail["input"], int | float) or detail["loc"][0] not in _SECRET
             value = f"={detail['input']!r}"[:80] if told else ""
-            lines.append(f"user_config.{field}{value}: {_lower(detail['msg'])}; correct it")
+            message = _lower(detail["msg"].removeprefix("Value error, "))
+            lines.append(f"user_config.{field}{value}: {message}; correct it")
     return "\n".join(lines)
 
 
@@ -288,6 +309,7 @@ def _siblings(loc: tuple[int | str, ...]) -> list[str]:
             "tracing": Tracing,
             "logs": Logging,
             "request_log": RequestLogging,
+            "source": SecretSource,
         }
         section = sections.get(str(part), section)
     return sorted(section.model_fields)

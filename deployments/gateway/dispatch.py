@@ -173,10 +173,13 @@ class ClusterStream:
         choices: tuple[int, ...],
         last: EngineError | None = None,
         placements: int = 0,
+        *,
+        resumed: bool = False,
     ) -> None:
         """Find a replica for these choices and submit them. Raises EngineError when none will.
 
-        `last` says why they have to be placed again, after `placements` attempts in a row.
+        `last` says why they have to be placed again, after `placements` attempts in a row;
+        `resumed`, that they had been admitted before.
         """
         request, window = self._request, self._client.window_tokens
         if len(choices) != self._n or any(self._emitted[c] for c in choices):
@@ -187,7 +190,6 @@ class ClusterStream:
                 output_ids=(*request.output_ids, *self._emitted[choice]),
                 params=replace(request.params, seed=derive_seed(request.params.seed, choice)),
             )
-        resumed = last is not None
         while True:
             placements += 1
             if placements > MAX_PLACEMENTS:
@@ -375,17 +377,21 @@ class ClusterStream:
     async def _replace(self) -> None:
         again, self._again = self._again, []
         for leg, error in again:
-            if error.code == "full":
-                await asyncio.sleep(min(0.1 * 2 ** (leg.placements - 1), 2.0))
-            reason = "full" if error.code == "full" else "lost"
+            full = error.code == "full"
+            if full:
+                pause_s = min(0.1 * 2 ** (leg.placements - 1), 2.0)
+                await self._client.rest(pause_s, for_queue=leg.grant is None)
+            reason = "full" if full else "lost"
+            # Who only tried, while the queue was away, has no place before those that wait there.
+            admitted = not full or leg.grant is not None
             self._client.placements.again[reason] += len(leg.live)
             whole = tuple(leg.choices)
             if len(whole) == self._n and not any(self._emitted):
-                await self.place(whole, error, leg.placements)
+                await self.place(whole, error, leg.placements, resumed=admitted)
                 continue
             for choice in sorted(leg.live):
                 self.migrations += 1
-                await self.place((choice,), error, leg.placements)
+                await self.place((choice,), error, leg.placements, resumed=True)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -507,35 +513,67 @@ class ModelClient:
         place: Place = ANYWHERE,
         resumed: bool = False,
     ) -> tuple[str, Grant | None]:
-        """A replica to submit to, with the queue's grant or, while it is away, without.
+        """A replica to submit to, with the queue's grant or, while it is away, without: unless it
+        may wait, then it waits for the queue.
 
         `resumed` goes ahead of what was never admitted. Raises Overloaded.
         """
+        until = None if remaining_s is None else time.monotonic() + remaining_s
+
+        def left_s() -> float | None:
+            return None if until is None else until - time.monotonic()
+
+        while True:
+            try:
+                grant = await self._ask_queue(request, n, left_s(), place, resumed)
+            except QueueAway:
+                if resumed or not place.may_wait:
+                    return self._own_choice(), None
+            else:
+                self.placements.by_queue += 1
+                return grant.replica_id, grant
+            if not await self._queue.wait_available(left_s()):
+                raise Overloaded(
+                    "the admission queue is away, and this request may wait for it: try again",
+                    code="queue_timeout",
+                    retry_after_s=2.0,
+                )
+
+    async def _ask_queue(
+        self, request: Request, n: int, remaining_s: float | None, place: Place, resumed: bool
+    ) -> Grant:
         prompt = request.num_tokens
         left = request.params.max_tokens - len(request.output_ids)
-        try:
-            grant = await self._queue.acquire(
-                cost_tokens=prompt + n * left,
-                prompt_tokens=prompt,
-                n=n,
-                priority=request.priority,
-                tier=place.tier,
-                tenant=place.tenant,
-                weight=place.weight,
-                resumed=resumed,
-                remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
+        return await self._queue.acquire(
+            cost_tokens=prompt + n * left,
+            prompt_tokens=prompt,
+            n=n,
+            priority=request.priority,
+            tier=place.tier,
+            tenant=place.tenant,
+            weight=place.weight,
+            resumed=resumed,
+            remaining_ms=None if remaining_s is None else max(1, int(remaining_s * 1000)),
+        )
+
+    def _own_choice(self) -> str:
+        """A replica without the queue's word. Raises Overloaded where none runs."""
+        self._chooser.set_replicas(self.directory.replicas().keys())
+        replica = self._chooser.choose(time.monotonic())
+        if replica is None:
+            raise Overloaded(
+                "no decode replica is running: try again", code="no_replicas", retry_after_s=2.0
             )
-        except QueueAway:
-            self._chooser.set_replicas(self.directory.replicas().keys())
-            replica = self._chooser.choose(time.monotonic())
-            if replica is None:
-                raise Overloaded(
-                    "no decode replica is running: try again", code="no_replicas", retry_after_s=2.0
-                ) from None
-            self.placements.by_own_choice += 1
-            return replica, None
-        self.placements.by_queue += 1
-        return grant.replica_id, grant
+        self.placements.by_own_choice += 1
+        return replica
+
+    async def rest(self, seconds: float, *, for_queue: bool) -> None:
+        """Before somebody asks again who was told that there is no room. `for_queue`: no longer
+        than the queue is away, which knows who is next."""
+        if for_queue:
+            await self._queue.wait_available(seconds)
+        else:
+            await asyncio.sleep(seconds)
 
     def why(self) -> QueueFacts:
         """What the choice goes by while the queue is away."""

@@ -236,6 +236,8 @@ def _totals(window: _Window) -> dict[str, Any]:
 
 
 def _tiers(window: _Window) -> list[dict[str, Any]]:
+    """`good_ratio` is goodput: of all that ended, whatever became of it, as each request that was
+    offered does once."""
     found: list[dict[str, Any]] = []
     for model, tier in window.values_of(_REQUESTS, "model", "tier"):
         of = {"model": model, "tier": tier}

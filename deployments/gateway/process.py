@@ -23,11 +23,12 @@ from deployments.background import background
 from deployments.garbage import spare_startup
 from deployments.gateway import edge, ingress
 from deployments.gateway.api import create_app, generations
-from deployments.gateway.config import GatewayConfig
+from deployments.gateway.config import GatewayConfig, RequestLogging
 from deployments.gateway.dispatch import ModelClient
 from deployments.gateway.figures import ClusterFigures
 from deployments.gateway.models import ClusterModels
 from deployments.gateway.request_log import RequestLog
+from deployments.gateway.secret_text import read_secret
 from deployments.gateway.state import GatewayState
 from deployments.holds import HoldKeeper
 from deployments.metrics import Registry
@@ -68,6 +69,9 @@ class GatewayProcess:
         self._figures = ClusterFigures(self.registry)
         self._reporter: asyncio.Task[None] | None = None
         self._request_log = RequestLog(secret, own_id)
+        self._store_url: str | None = None
+        """Of the limits in force."""
+
         _state = self.state = GatewayState(self.models, self.registry)
         self.state.explainer.gateway = own_id
         self._figures.degraded = self.state.pressures.done
@@ -79,22 +83,25 @@ class GatewayProcess:
     async def apply(self, user_config: dict[str, Any]) -> GatewayConfig:
         """Adopt a configuration. Raises ConfigError and changes nothing."""
         parsed, before = GatewayConfig.parse(user_config), self.state.config
+        store = parsed.limits_store
+        url = None if store is None else read_secret(store, "limits_store")
         try:
-            await self._keep(parsed)
+            await self._keep(url, parsed.request_log)
             config = self.state.apply(user_config)
         except ConfigError:
-            await self._keep(before)
+            await self._keep(self._store_url, before.request_log)
             raise
+        self._store_url = url
         self.state.request_log = self._request_log if config.request_log else None
         await self.models.apply(config)
         if self._reporter is None:
             self._reporter = background(self._report(), "metrics")
         return config
 
-    async def _keep(self, config: GatewayConfig) -> None:
-        """Limits and the request log where this configuration has them. Raises ConfigError."""
-        await self.state.quotas.configure(config.limits_store)
-        await self._request_log.configure(config.request_log)
+    async def _keep(self, store_url: str | None, request_log: RequestLogging | None) -> None:
+        """Limits and the request log where a configuration has them. Raises ConfigError."""
+        await self.state.quotas.configure(store_url)
+        await self._request_log.configure(request_log)
 
     async def close(self) -> None:
         ingress.open_door(None)

@@ -24,6 +24,7 @@ from deployments.gateway.limits.quotas import Quotas
 from deployments.gateway.live import LiveView
 from deployments.gateway.measure import RequestMeter
 from deployments.gateway.request_log import RequestLog
+from deployments.gateway.secret_text import read_secret
 from deployments.logs import RequestLines
 from deployments.metrics import Registry, SilentRegistry
 from deployments.tracing import Tracer
@@ -52,6 +53,8 @@ class GatewayState:
     keys: KeySource = field(default_factory=lambda: KeySource(Directory(), None))
     inflight: Counter[str] = field(default_factory=Counter[str])
     """Requests being answered, by model; `unknown` until that is read."""
+
+    _trace_headers: dict[str, str] = field(default_factory=dict[str, str], init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.config.event_log_size)
@@ -98,19 +101,24 @@ class GatewayState:
 
     def _trace(self, config: GatewayConfig) -> None:
         wanted, tracer = config.tracing, self.tracer
-        if wanted == self.config.tracing and (tracer is not None) == bool(wanted.endpoint):
+        headers = {
+            name: read_secret(value, f"tracing.headers.{name}")
+            for name, value in (wanted.headers if wanted.endpoint else {}).items()
+        }
+        same = wanted == self.config.tracing and headers == self._trace_headers
+        if same and (tracer is not None) == bool(wanted.endpoint):
             return
         fresh = None
         if wanted.endpoint is not None:
             fresh = Tracer(
                 wanted.endpoint,
                 sample=wanted.sample,
-                headers=wanted.headers,
+                headers=headers,
                 timeout_s=wanted.timeout_s,
                 delay_s=wanted.delay_s,
                 instance=self.explainer.gateway,
             )
-        self.tracer = fresh
+        self.tracer, self._trace_headers = fresh, headers
         self.explainer.on_traced = None if fresh is None else fresh.export
         if tracer is not None:
             # It sends what it still has, which may take as long as the collector lets it.

@@ -140,6 +140,9 @@ class Generation:
         self._quota: Quota | None = None
         """What it holds of its owners' limits."""
 
+        self._admitted_tokens = 0
+        """Of the prompts that a replica has taken."""
+
         self._first_token_s: float | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._watch: asyncio.Task[None] | None = None
@@ -264,6 +267,7 @@ class Generation:
             tenant=identity.tenant,
             weight=identity.weight,
             due_s=None if targets.ttft_s is None else call.received_s + targets.ttft_s,
+            may_wait=targets.ttft_s is None,
             patient_until_s=None if self._first_s is None else call.received_s + self._first_s,
         )
         self._pace = Pace(self._series.itl if self._config.metrics else None)
@@ -389,6 +393,7 @@ class Generation:
             # Before Python 3.12 `asyncio.wait_for`, on the way there, may swallow a cancellation.
             await stream.aclose()
             raise asyncio.CancelledError
+        self._admitted_tokens += plan.requests[prompt].num_tokens
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
         return stream
@@ -633,7 +638,7 @@ class Generation:
         else:
             tally = self._tally_of()
             tokens = tally.completion_tokens
-            series.tokens_in.inc(plan.prompt_tokens)
+            series.tokens_in.inc(self._admitted_tokens)
             series.tokens_out.inc(tokens)
             for reason in tally.reasons:
                 if reason is not None:

@@ -81,6 +81,11 @@ class RemotePrefill(Protocol):
         filled in on the way."""
         ...
 
+    def blocks(self, request_id: str) -> tuple[int, ...]:
+        """Those to fill now: others than before where a failed pull may still write into some.
+        Empty: there are none, and the engine computes the prompt when it has some."""
+        ...
+
     def arrived(self, request: Request, prefilled: Prefilled) -> Output | None:
         """Commit the blocks and get the first token's output; None if the request is gone."""
         ...
@@ -139,6 +144,9 @@ class _Stream:
     """Unique on this replica; choice i runs in the engine as `{key}/{i}`."""
 
     record: DecodeRecord
+    level: int
+    """Priority at which the engine runs it: more urgent than its own if it had to wait long."""
+
     timer: asyncio.TimerHandle | None = None
     pull: asyncio.Task[None] | None = None
     blocks: tuple[int, ...] = ()
@@ -153,6 +161,19 @@ class _Stream:
     """Those the engine has now."""
 
     log: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
+
+    def makes_way_for(self, priority: int) -> bool:
+        """The engine takes its slots back within a step."""
+        level = self.outranked_below
+        return level is not None and level > priority
+
+    @property
+    def outranked_below(self) -> int | None:
+        """Priorities below this one go before it. None: nothing does, because it may not be
+        preempted or, since somebody fills its blocks, cannot be."""
+        if not self.submit.request.preemptible or (self.pull is not None and not self.pull.done()):
+            return None
+        return self.level
 
 
 @dataclass(slots=True, eq=False)
@@ -266,12 +287,12 @@ class StreamTable:
     def num_ungranted(self) -> int:
         return sum(s.submit.n for s in self._streams.values() if s.submit.grant is None)
 
-    def alive(self) -> tuple[tuple[int, bool, int, int], ...]:
-        """By `(priority, preemptible)`: those two, choices, and KV tokens of their prompts."""
-        found: dict[tuple[int, bool], list[int]] = {}
+    def alive(self) -> tuple[tuple[int, int | None, int, int], ...]:
+        """As `Report.alive`: by `(priority, level)`, choices and KV tokens of their prompts."""
+        found: dict[tuple[int, int | None], list[int]] = {}
         for stream in self._streams.values():
             request = stream.submit.request
-            counts = found.setdefault((request.priority, request.preemptible), [0, 0])
+            counts = found.setdefault((request.priority, stream.outranked_below), [0, 0])
             counts[0] += stream.submit.n
             counts[1] += request.num_tokens
         return tuple((*key, n, tokens) for key, (n, tokens) in found.items())
@@ -292,9 +313,7 @@ class StreamTable:
             return True
         priority = submit.request.priority
         return over <= sum(
-            stream.submit.n
-            for stream in self._streams.values()
-            if stream.submit.request.preemptible and stream.submit.request.priority > priority
+            stream.submit.n for stream in self._streams.values() if stream.makes_way_for(priority)
         )
 
     def streams_of(self, link: Link) -> int:
@@ -323,6 +342,8 @@ class StreamTable:
             if choice is not None:
                 choice.stream.blocks = reservation.blocks
                 self._run(choice.stream, Reserved(reservation.num_cached_tokens))
+        if step.aged:
+            self._raise_levels(step.aged)
         now = time.monotonic()
         self._note(step, now)
         find = self._choices.get
@@ -363,6 +384,13 @@ class StreamTable:
             self._observer.gaps([(now - last, times) for last, times in gaps.items()])
         for link, events in frames.items():
             self._send_step(link, events)
+
+    def _raise_levels(self, aged: Sequence[tuple[str, int]]) -> None:
+        for engine_id, level in aged:
+            choice = self._choices.get(engine_id)
+            if choice is not None:
+                choice.stream.level = min(choice.stream.level, level)
+        self._changed()
 
     def _note(self, step: StepOutput, now: float) -> None:
         """What this step was, for whoever explains the requests in it."""
@@ -435,6 +463,7 @@ class StreamTable:
             now,
             f"{link.peer_id}:{submit.stream_id}:{next(self._serial)}",
             DecodeRecord(submit.request.request_id, submit.stream_id, submit.request.salt, now),
+            submit.request.priority,
             window_tokens=submit.window_tokens,
         )
         self._streams[key] = stream
@@ -496,6 +525,7 @@ class StreamTable:
                 stream.pull = asyncio.get_running_loop().create_task(
                     self._pull(stream, prefill, first_token)
                 )
+                self._changed()  # nothing preempts it from now on
             case ComputeHere():
                 assert self.remote is not None
                 if stream.machine.decision == "fallback":
@@ -574,7 +604,8 @@ class StreamTable:
             failures = self.counters.pull_failures
             failures[error.stage] = failures.get(error.stage, 0) + 1
             logger.warning("pull of %s from %s failed: %s", stream.key, prefill, error, extra=named)
-            other = remote.choose(request.num_tokens, prefill)
+            stream.blocks = remote.blocks(request.request_id)
+            other = remote.choose(request.num_tokens, prefill) if stream.blocks else None
             self._run(stream, PullFailed(error.stage, str(error), other))
             return
         except Exception as error:
@@ -589,6 +620,7 @@ class StreamTable:
         finally:
             self._pulling -= 1
             record.ended_s = time.monotonic()
+            self._changed()
         record.num_bytes = prefilled.num_bytes
         if record.alone:
             self.journal.transfers.append(prefilled.exposed_s)

@@ -7,8 +7,9 @@ Deadlines are remaining milliseconds, never timestamps: two hosts do not share a
 gateway → decode   SUBMIT CANCEL CREDIT DRAIN    decode → gateway   STEP REFUSE SNAPSHOT
 gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE SNAPSHOT
 decode  → queue    REPORT
-decode  → prefill  PREFILL ACK RENEW DONE        prefill → decode   MANIFEST CHUNK FINAL FAIL
-                                                                    ALIVE SNAPSHOT
+decode  → prefill  PREFILL ACK RENEW DONE HELD   prefill → decode   MANIFEST CHUNK FINAL FAIL
+                                                                    ALIVE SNAPSHOT AGENT READY
+                                                                    HELD
 gateway ↔ decode   ASK TELL
 both ways          HELLO PROOF BEAT BYE
 ```
@@ -58,11 +59,15 @@ class Kind(IntEnum):
     RENEW = 36
     DONE = 37
     ALIVE = 38
+    HELD = 39
 
     SNAPSHOT = 40
 
     ASK = 50
     TELL = 51
+
+    AGENT = 60
+    READY = 61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +233,9 @@ class Usage:
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
 # DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
 # ALIVE  [Kind.ALIVE, [transfer, ...]]            these wait for their turn here or are computed
+# AGENT  [Kind.AGENT, 0, AgentCard.to_wire()]    how to read blocks from this process by NIXL
+# READY  [Kind.READY, transfer, epoch, [[first_token, block, checksum or None], ...]]    read these now
+# HELD   [Kind.HELD, transfer]      are the blocks of this transfer still held? Same in answer: yes
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
 # ASK    [Kind.ASK, number, what, arguments]                 for explanations; see `explain.asking`
 # TELL   [Kind.TELL, number, value, clock, received_s, sent_s]
@@ -312,8 +320,10 @@ class Report:
     held_tokens: int = 0
     """KV in use or leased, of `capacity_tokens`. Prefixes that are merely cached do not count."""
 
-    alive: tuple[tuple[int, bool, int, int], ...] = ()
-    """What is alive here by `(priority, preemptible)`: those two, choices, KV tokens."""
+    alive: tuple[tuple[int, int | None, int, int], ...] = ()
+    """What is alive here by `(priority, level)`: those two, choices, KV tokens. `level` is what has
+    to be more urgent to take its slots back, the priority unless it had waited long; None while
+    nothing can."""
 
     prefilling_tokens: int = 0
     """Prompts of streams that have no token yet."""
@@ -342,7 +352,7 @@ class Report:
         held_tokens, alive, prefilling_tokens, prefill_replicas = load
         return cls(
             held_tokens=held_tokens,
-            alive=tuple((p, bool(pre), n, tokens) for p, pre, n, tokens in alive),
+            alive=tuple((p, level, n, tokens) for p, level, n, tokens in alive),
             prefilling_tokens=prefilling_tokens,
             prefill_replicas=prefill_replicas,
             replica_id=replica_id,

@@ -122,6 +122,7 @@ class Scheduler:
         self._remote: dict[RequestId, Tracked] = {}  # in WAITING_REMOTE_KV
         self._running: list[Tracked] = []  # by rank
         self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
+        self._aged: list[tuple[RequestId, int]] = []  # not yet taken
         self._in_flight: StepPlan | None = None
         self._in_flight_ids: frozenset[RequestId] = frozenset()
         self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
@@ -270,6 +271,14 @@ class Scheduler:
         self._reservations.clear()
         return reservations
 
+    def take_aged(self) -> tuple[tuple[RequestId, int], ...]:
+        """Requests admitted since the last call whose wait had raised them, each with its level."""
+        if not self._aged:
+            return ()
+        aged = tuple(self._aged)
+        self._aged.clear()
+        return aged
+
     def kv_arrived(
         self, request_id: RequestId, first: SampledToken, now: float
     ) -> Committed | None:
@@ -293,6 +302,32 @@ class Scheduler:
         self._run(tracked)
         return True
 
+    def import_blocks(self, request_id: RequestId) -> tuple[int, ...]:
+        """Table of a request whose KV is being imported; empty when that is not so."""
+        return self.blocks.table(request_id) if request_id in self._remote else ()
+
+    def set_aside(self, request_id: RequestId, lease_id: str, now: float) -> tuple[int, ...]:
+        """The import of this request failed and may still write into its blocks: keep those under
+        a lease, until it is released, and import or compute into others.
+
+        Returns its table as it is now. Empty: the request ended meanwhile, or there are no other
+        blocks; then it waits for some, and is computed here.
+        """
+        tracked = self._remote.get(request_id)
+        if tracked is None:
+            return ()
+        first_block = tracked.num_computed // self.blocks.config.block_tokens
+        if self.blocks.set_aside(lease_id, request_id, first_block):
+            return self.blocks.table(request_id)
+        self.blocks.free(request_id)
+        del self._remote[request_id]
+        self._reservations.pop(request_id, None)
+        tracked.remote = False
+        tracked.num_computed = 0
+        tracked.move(State.PREEMPTED)
+        self._waiting.put_back(tracked, now)
+        return ()
+
     # Steps
 
     def plan(self, now: float) -> StepPlan | None:
@@ -314,6 +349,7 @@ class Scheduler:
             entered=tuple(self._enter(t) for t, _ in step.scheduled.values() if not t.entered),
             preempted=tuple(self._preempted),
             left=tuple(self._left),
+            copies=self.blocks.take_copies(),
         )
         self._preempted.clear()
         self._left.clear()
@@ -325,6 +361,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Committed]:
         """Take in what a pass produced, in the order of the plan's chunks."""
         deferred = self._land(plan)
+        self.blocks.settle_copies(made=True)
         self.cost.observe(self._work, max(0.0, now - self._planned_at))
         committed: list[Committed] = []
         for chunk in plan.chunks:
@@ -340,7 +377,9 @@ class Scheduler:
 
     def abandon(self, plan: StepPlan) -> None:
         """The pass failed: none of its tokens count, and its requests want the same ones again."""
-        for tracked in self._land(plan).values():
+        deferred = self._land(plan)
+        self.blocks.settle_copies(made=False)
+        for tracked in deferred.values():
             self._release(tracked)
 
     def check(self) -> None:
@@ -544,10 +583,18 @@ class Scheduler:
     def _reserve(self, tracked: Tracked, now: float) -> bool:
         """Admit a waiting request if there are blocks for all it knows."""
         request_id, known = tracked.request_id, tracked.known
-        num_cached = self.blocks.allocate(request_id, known, tracked.request.salt, len(known))
+        num_cached = self.blocks.allocate(
+            request_id,
+            known,
+            tracked.request.salt,
+            len(known),
+            copies=not tracked.remote,  # what arrives is whole, and no step has to run before it
+        )
         if num_cached is None:
             return False
         tracked.level = self._waiting.aged_priority(tracked, now)
+        if tracked.level < tracked.request.priority:
+            self._aged.append((request_id, tracked.level))
         tracked.waited_s = now - tracked.queued_at
         tracked.num_computed = num_cached
         if tracked.num_cached is None:

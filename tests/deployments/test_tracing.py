@@ -148,16 +148,28 @@ async def test_a_request_is_one_trace_with_prefill_and_decode_as_siblings(local_
 
 
 async def test_sampled_out_requests_send_nothing_and_a_sampled_parent_decides(
-    local_cluster, collector
+    local_cluster, collector, monkeypatch
 ):
-    gateway = await traced(local_cluster(), collector, sample=0.0, headers={"x-key": "k"})
+    monkeypatch.setenv("COLLECTOR_KEY", "k")
+    headers = {"x-key": {"env": "COLLECTOR_KEY"}, "x-name": "n"}
+    gateway = await traced(local_cluster(), collector, sample=0.0, headers=headers)
     await gateway.complete(tokens=20)
     await gateway.complete(tokens=21, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"})
     await flushed(gateway)
     assert collector.requests == []
     await gateway.complete(tokens=22, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
     await flushed(gateway)
-    assert [headers["x-key"] for _, headers in collector.requests] == ["k"]
+    assert [(sent["x-key"], sent["x-name"]) for _, sent in collector.requests] == [("k", "n")]
+    # A key that was changed where it lies is read when the configuration is applied again.
+    before = gateway.state.tracer
+    gateway.state.apply(gateway.state.config.model_dump())
+    assert gateway.state.tracer is before
+    monkeypatch.setenv("COLLECTOR_KEY", "k2")
+    gateway.state.apply(gateway.state.config.model_dump())
+    assert gateway.state.tracer is not before
+    await gateway.complete(tokens=23, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+    await flushed(gateway)
+    assert [sent["x-key"] for _, sent in collector.requests] == ["k", "k2"]
 
 
 async def test_a_failed_request_is_an_error_with_its_code(local_cluster, collector):

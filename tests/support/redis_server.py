@@ -12,11 +12,12 @@ from programs import program
 
 
 class RedisServer:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, password: str | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        who = "" if password is None else f":{password}@"
+        self.url = f"redis://{who}127.0.0.1:{self.port}/0"
         self._command = [
             *(
                 program("redis-server", "redis-server"),
@@ -26,6 +27,7 @@ class RedisServer:
                 "127.0.0.1",
             ),
             *("--save", "", "--appendonly", "no", "--dir", folder),
+            *(() if password is None else ("--requirepass", password)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -50,8 +52,8 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(folder: str) -> Iterator[RedisServer]:
-    server = RedisServer(folder)
+def redis_server(folder: str, *, password: str | None = None) -> Iterator[RedisServer]:
+    server = RedisServer(folder, password=password)
     server.start()
     try:
         yield server

@@ -136,7 +136,8 @@ class RedisStore:
     """Limits in Redis (or Valkey). While it cannot be asked this gateway keeps its own count: each
     gateway then enforces the limits alone, and `alone` says so.
 
-    url: `redis://…` or `rediss://…`. Raises ConfigError when the client is not installed.
+    url: `redis://…` or `rediss://…`. Raises ConfigError for anything else, and when the client is
+    not installed.
     """
 
     def __init__(
@@ -157,13 +158,20 @@ class RedisStore:
                 "'tailrace[redis]', or leave limits_store out to keep limits in memory"
             ) from None
         # A burst waits for one of a few connections rather than opening one each.
-        pool: Any = module.BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-        )
+        try:
+            pool: Any = module.BlockingConnectionPool.from_url(
+                url,
+                max_connections=CONNECTIONS,
+                timeout=timeout_s,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+            )
+        except ValueError:
+            # Not the parser's own message: it quotes what a password may be part of.
+            raise ConfigError(
+                "limits_store: no URL of a Redis; write redis://[USER:PASSWORD@]HOST[:PORT][/DB], "
+                "special characters of the password percent-encoded"
+            ) from None
         self._client: Any = module.Redis.from_pool(pool)
         self._timeout_s = timeout_s
         self._failures: tuple[type[BaseException], ...] = (

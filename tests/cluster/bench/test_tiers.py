@@ -44,16 +44,14 @@ def test_an_answer_attains_when_first_token_and_mean_gap_are_in_time_and_a_refus
     assert found["batch_tokens_rate"] == 10.0
 
 
-def test_batch_is_measured_by_what_interactive_leaves_of_the_capacity():
+def test_batch_is_measured_by_what_it_gets_where_nobody_goes_first():
     fast, slow = [answer(0.1)] * 10, [answer(0.2)] * 10
     found = headline(
         PLAN,
-        batch=Part([], 1000, 10.0),
         alone=Part(fast, 0, 10.0),
         tiered=Part(slow, 855, 10.0),
-        untiered=Part([answer(0.9)] * 10, 900, 10.0),
+        untiered=Part([answer(0.9)] * 10, 1900, 20.0),
     )
-    # 100 tokens a second, of which interactive took 5.
     assert found["batch_capacity_share"] == 0.9
     assert found["interactive_attainment"] == 1.0
     assert found["interactive_attainment_untiered"] == 0.0

@@ -139,7 +139,26 @@ def test_what_is_ahead_of_an_entry() -> None:
         line.add(LOW, "flood", cost=10)
     entry = Entry(LOW, "polite", 1.0, 10, False, 60.0, 1000)
     count, cost = line.order.ahead(entry)
-    assert (count, cost) == (2, 40.0)  # the urgent one, and one of the flood at equal weight
+    assert count == 2  # the urgent one, and one of the flood at equal weight
+    # Those and itself are 50, of which the tier below takes a tenth in between.
+    assert cost == pytest.approx(50 + 50 / 0.9 * 0.1)
+
+
+def test_a_share_bounds_what_is_granted_before_a_tier_s_turn() -> None:
+    line = Line()
+    for _ in range(100):
+        line.add(HIGH, cost=10)
+    first = Entry(LOW, "a", 1.0, 10, False, 60.0, 1000)
+    assert line.order.ahead(first) == (100, 50.0)  # a fifth of that is its own
+    line.add(LOW, "a", cost=10)
+    second = Entry(LOW, "a", 1.0, 10, False, 60.0, 1001)
+    assert line.order.ahead(second) == (101, 100.0)
+    # What the tier is owed already comes sooner, and never before its own.
+    for _ in range(4):
+        line.take()
+    assert line.order.ahead(second) == (97, pytest.approx((20 - 8) / 0.2))
+    no_share = Entry(TierRule(name="none", rank=10), "a", 1.0, 10, False, 60.0, 1002)
+    assert line.order.ahead(no_share)[1] == 960 + 10
 
 
 arrivals = st.lists(

@@ -38,7 +38,11 @@ class Replica:
         by_tier = {name: 0 for name in RANKS}
         for name in self.grants:
             by_tier[self.tiers[name]] += 1
-        alive = tuple((RANKS[t], t == "batch", n, 8 * n) for t, n in by_tier.items() if n)
+        alive = tuple(
+            (RANKS[t], RANKS[t] if t == "batch" else None, n, 8 * n)
+            for t, n in by_tier.items()
+            if n
+        )
         grants = tuple((1, grant, 1) for grant in self.grants.values())
         report = Report(
             replica_id="d", slots=SLOTS, capacity_tokens=4000, grants=grants, alive=alive

@@ -31,6 +31,9 @@ class Pool:
         self.running: dict[str, list[tuple[str, int, int]]] = {f"d{i}": [] for i in range(replicas)}
         """By replica: tier, grant, KV tokens."""
 
+        self.levels = {t: RANKS[t] for t, rule in TIERS.rules.items() if rule.preemptible}
+        """What the engines would take back, and for whom."""
+
         self.tier_of: dict[int, str] = {}
         self.tickets = 0
         for name in self.running:
@@ -47,7 +50,7 @@ class Pool:
                 grants=tuple((1, grant, 1) for _, grant, _ in running),
                 held_tokens=sum(tokens for _, _, tokens in running),
                 alive=tuple(
-                    (RANKS[tier], TIERS.rules[tier].preemptible, len(e), sum(t for *_, t in e))
+                    (RANKS[tier], self.levels.get(tier), len(e), sum(t for *_, t in e))
                     for tier, e in alive.items()
                 ),
                 **fields,
@@ -105,12 +108,47 @@ def test_urgent_work_takes_the_slots_of_preemptible_work() -> None:
     pool = Pool(4)
     for _ in range(2):
         pool.start(pool.ask("batch"))
-    got = [pool.start(pool.ask("priority")) for _ in range(6)]
-    # Two free slots, then those of the two batch requests, which the engine takes back.
-    assert got == [["priority"]] * 4 + [[], []]
-    assert pool.queue.free_slots == {"d0": -2}
+    got = [pool.start(pool.ask("priority")) for _ in range(5)]
+    # Two free slots, then one of batch, which the engine takes back. Batch has a share: one stays.
+    assert got == [["priority"]] * 3 + [[], []]
+    assert pool.queue.free_slots == {"d0": -1}
     assert pool.start(pool.ask("batch")) == []
     assert pool.end("priority") == ["priority"]
+
+
+def test_a_tier_without_a_share_gives_up_all_of_its_slots() -> None:
+    pool = Pool(4)
+    rules = [TierRule(name="priority", rank=0), TierRule(name="batch", rank=30)]
+    pool.queue.policy(TierTable(rules, 2), QueueLimits(grant_expiry_s=1000.0), 0.0)
+    for _ in range(4):
+        pool.start(pool.ask("batch"))
+    assert [pool.start(pool.ask("priority")) for _ in range(5)] == [["priority"]] * 4 + [[]]
+
+
+def test_a_share_is_of_the_whole_pool_however_small_its_replicas_are() -> None:
+    pool = Pool(4, replicas=5)
+    for _ in range(20):
+        pool.start(pool.ask("fixed" if len(pool.tier_of) < 10 else "batch"))
+    granted = 0
+    while pool.start(pool.ask("priority")):
+        granted += 1
+    # The two that are reserved, and of eight of batch all but a tenth of the pool's twenty.
+    assert granted == 2 + 8 - 2
+    assert sum(pool.queue.free_slots.values()) == -6
+
+
+@pytest.mark.parametrize("level", [None, 0, -3])
+def test_what_the_engine_cannot_take_back_is_not_counted_on(level: int | None) -> None:
+    """None: its KV is on its way. Or it waited there until nobody else was more urgent."""
+    pool = Pool(4)
+    for tier in ("priority", "batch"):
+        for _ in range(2):
+            assert pool.start(pool.ask(tier)) == [tier]
+    pool.levels["batch"] = level
+    pool.report("d0", 0.0)
+    assert pool.start(pool.ask("priority")) == []
+    pool.levels["batch"] = RANKS["batch"]
+    assert pool.start(pool.report("d0", 1.0)) == ["priority"]
 
 
 def test_work_that_may_not_be_preempted_keeps_its_slots() -> None:
@@ -271,6 +309,25 @@ def test_who_would_wait_in_vain_is_told_at_once_with_the_estimate() -> None:
     assert pool.ask("default", 20.0, remaining_ms=30_000, tenant="patient") == []
     [granted] = pool.ask("priority", 20.0, remaining_ms=3_000)
     assert isinstance(granted, Granted)
+
+
+def test_what_waits_above_does_not_make_a_tier_with_a_share_hopeless() -> None:
+    pool = Pool(1)
+    pool.start(pool.ask("priority"))
+    for i in range(40):
+        pool.ask("priority", tenant=f"t{i}")
+    for second in range(1, 21):
+        pool.end("priority", float(second))  # one a second
+    # Twenty are ahead of `default`; but of every ten grants three are its own.
+    assert pool.ask("default", 20.0, remaining_ms=6_000) == []
+    assert pool.queue.waiting() == {"priority": 20, "default": 1}
+    [refused] = pool.ask("default", 20.0, remaining_ms=6_000)
+    assert isinstance(refused, Refused)
+    assert "about 6.7 s" in str(refused.error)  # its own two requests, at a share of 0.3
+    # Who is above has that share before it, too.
+    [refused] = pool.ask("priority", 20.0, remaining_ms=20_000, tenant="new")
+    assert isinstance(refused, Refused)
+    assert "about 22.0 s" in str(refused.error)
 
 
 def test_without_a_known_pace_nobody_is_called_hopeless() -> None:

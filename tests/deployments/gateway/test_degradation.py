@@ -1,3 +1,4 @@
+import asyncio
 import time
 
 import pytest
@@ -218,3 +219,29 @@ async def test_what_was_done_is_in_the_explanation(gateway):
     await gateway.settle()
     told = await gateway.raw("GET", "/tailrace/explain/short")
     assert told.json()["degradations"][0]["action"] == "shorten"
+
+
+@pytest.mark.parametrize(
+    ("step", "model", "tier"),
+    [
+        ({"action": "defer", "above": 2, "tier": "batch"}, "tiny", "batch"),
+        ({"action": "model", "above": 2, "model": "small"}, "small", "default"),
+    ],
+)
+async def test_who_was_sent_elsewhere_is_no_pressure_on_what_it_left(gateway, step, model, tier):
+    gateway.state.apply(ladder(step))
+    gateway.backend.serve("small")
+    press(gateway, 4.0)
+    gate = asyncio.Event()
+    gateway.backend.before_open = gate.wait
+    asked = asyncio.create_task(gateway.post(PATH, body()))
+    while not gateway.backend.opened:
+        await asyncio.sleep(0.005)
+    left, _ = gateway.state.pressures.of("tiny", "default")
+    there, _ = gateway.state.pressures.of(model, tier)
+    soon = time.monotonic() + 1000.0  # by then nothing is remembered but who waits
+    waiting = (there.seconds(soon), left.seconds(soon))
+    gate.set()
+    assert (await asked).headers["x-tailrace-degraded"] == step["action"]
+    assert waiting[0] > 990.0
+    assert waiting[1] < 1.0

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.admission.actor import QueueActor
 from deployments.admission.queue import QueueLimits
+from deployments.gateway.backend import Place
 from deployments.gateway.dispatch import MAX_LOST_REPLICAS
 from deployments.link.link import Link
 from deployments.link.messages import Kind
@@ -174,6 +175,58 @@ async def test_what_was_admitted_before_goes_ahead_of_who_waits(local_cluster):
     await cluster.add_decode("d1")
     await asyncio.gather(first.task, *waiting)
     assert order == ["first", "w0", "w1", "w2"]
+
+
+async def test_who_only_tried_while_the_queue_was_away_stands_behind_more_urgent_ones(
+    local_cluster,
+):
+    """Only what had been admitted goes ahead of others. Who may wait does not even try."""
+    cluster = local_cluster(prefill=False, max_running_requests=1)
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    order: list[str] = []
+
+    async def ask(tier: str, rank: int, **place) -> None:
+        one = replace(request(40 + rank, 4, 4), priority=rank, preemptible=False)
+        stream = await client.open(one, n=1, remaining_s=60.0, place=Place(tier=tier, **place))
+        await Reader(stream).task
+        order.append(tier)
+
+    long = replace(request(4, 10, 4000), preemptible=False)
+    first = Reader(await client.open(long, n=1, remaining_s=60.0))
+    await first.each_has(3)
+    waiting = [
+        asyncio.create_task(ask("batch", 30, may_wait=True)),
+        asyncio.create_task(ask("default", 10)),
+        asyncio.create_task(ask("priority", 0)),
+    ]
+    while client._queue.num_waiting < 3:
+        await asyncio.sleep(0.005)
+    before, cluster.queue = cluster.queue, QueueActor("app", SECRET, host="127.0.0.1")
+    # Both sides look for it in one place, which is nowhere for a while.
+    away = asyncio.Event()
+
+    async def find() -> str:
+        await away.wait()
+        return await cluster.queue.address()
+
+    client._queue._kept._find_address = find
+    assert decode.reporter is not None
+    decode.reporter._kept._find_address = find
+    await before.close()
+    while decode.streams.counters.refused.get("full", 0) < 3:
+        await asyncio.sleep(0.005)
+    assert client.placements.by_own_choice >= 3
+    assert decode.streams.counters.submits == 1
+    away.set()
+    while client._queue.num_waiting < 3:
+        await asyncio.sleep(0.005)
+    late = asyncio.create_task(ask("urgent", -1))
+    while client._queue.num_waiting < 4:
+        await asyncio.sleep(0.005)
+    first.task.cancel()
+    await asyncio.gather(late, *waiting)
+    assert order == ["urgent", "priority", "default", "batch"]
 
 
 async def test_a_replica_that_serve_takes_back_gets_work_again(local_cluster):

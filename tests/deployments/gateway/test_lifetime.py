@@ -71,6 +71,41 @@ async def test_a_client_that_leaves_the_queue_cancels_its_place(gateway: Any) ->
     assert disconnects(gateway) == ["queue"]
 
 
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+async def test_a_cancellation_that_is_swallowed_on_the_way_still_ends_the_request(
+    gateway: Any, prompts: list[str]
+) -> None:
+    """As by `asyncio.wait_for` before Python 3.12, where what it waits for is just done."""
+
+    async def swallow() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever()
+
+    gateway.backend.before_open = swallow
+    gateway.backend.script = lambda request, n: [forever]
+    body = {"model": "tiny", "prompt": prompts, "stream": True}
+    _, writer = await send_only(gateway, body, "/v1/completions")
+    while len(gateway.backend.opened) < len(prompts):
+        await asyncio.sleep(0.005)
+    writer.close()
+    await gateway.settle()
+    assert [stream.closed for stream in gateway.backend.streams] == [1] * len(prompts)
+    assert disconnects(gateway) == ["queue"]
+
+
+async def test_patience_that_runs_out_while_it_is_swallowed_is_told(gateway: Any) -> None:
+    async def swallow() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever()
+
+    gateway.backend.before_open = swallow
+    gateway.backend.script = lambda request, n: [forever]
+    headers = {"x-request-timeout-seconds": "0.2"}
+    answer = await gateway.post("/v1/chat/completions", BODY, headers)
+    assert (answer.status, answer.error["code"]) == (504, "request_timeout")
+    assert [stream.closed for stream in gateway.backend.streams] == [1]
+
+
 async def test_a_client_that_leaves_several_prompts_cancels_them_all(gateway: Any) -> None:
     gateway.backend.script = lambda request, n: [forever]
     body = {"model": "tiny", "prompt": ["a", "b", "c"]}

@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from outcomes import failed, outcome
 
+from cluster.report.figures import goodput_by_multiple
+from cluster.report.targets import Targets
 from deployments.gateway.measure import Pace, ending_of
 from deployments.gateway.slo import Ending
 from deployments.link.messages import StreamEvent
@@ -172,3 +175,68 @@ async def test_metrics_that_are_switched_off_stand_still_and_go_on_when_switched
     await gateway.settle()
     assert counted(gateway, "request_ttft_seconds") == {("true",): 1}
     assert counted(gateway, "requests_total") == {("200",): 1}
+
+
+async def test_only_prompts_that_were_taken_on_count_as_input(gateway: Any) -> None:
+    def full() -> None:
+        raise Overloaded("no room", code="queue_full", retry_after_s=1.0)
+
+    gateway.backend.before_open = full
+    assert (await gateway.post(PATH, BODY)).status == 429
+    await gateway.settle()
+    assert counted(gateway, "requests_offered_total") == {(): 1}
+    assert counted(gateway, "input_tokens_total") == {}
+    # Of several prompts, those that found room.
+    calls = iter([None, full, None])
+
+    def second_time() -> None:
+        (next(calls) or (lambda: None))()
+
+    gateway.backend.before_open = second_time
+    body = {"model": "tiny", "prompt": [[1, 2], [3, 4, 5], [6, 7, 8, 9]]}
+    assert (await gateway.post("/v1/completions", body)).status == 429
+    await gateway.settle()
+    assert counted(gateway, "input_tokens_total")[()] in (2, 2 + 4)
+
+
+async def test_goodput_is_the_same_share_here_and_in_a_replay_of_the_same_outcomes(
+    gateway: Any,
+) -> None:
+    """Over everything offered: six whole answers, one shed, one broken, one late, one left."""
+
+    def fail(code: str) -> Any:
+        def failing() -> None:
+            raise Overloaded("no room", code=code, retry_after_s=1.0)
+
+        return failing
+
+    def broken() -> None:
+        raise ValueError("a fault")
+
+    gateway.state.live.checkpoint(0.0)
+    for before_open in (*[None] * 6, fail("queue_full"), broken, fail("deadline_exceeded")):
+        gateway.backend.before_open = before_open
+        await gateway.post(PATH, BODY)
+    waiting = asyncio.Event()
+
+    async def wait() -> None:
+        waiting.set()
+        await asyncio.sleep(30)
+
+    gateway.backend.before_open = wait
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    content = json.dumps(BODY).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await asyncio.wait_for(waiting.wait(), 10)
+    writer.close()
+    await gateway.settle()
+    (tier,) = [t for t in gateway.state.live.snapshot(10.0)["tiers"] if t["model"] == "tiny"]
+    outcomes = [
+        *(outcome(i) for i in range(6)),
+        *(failed(6 + i, result) for i, result in enumerate(("shed", "error", "timeout"))),
+        outcome(9, result="disconnected"),
+    ]
+    slo = {"*": Targets(ttft_s=1.0)}
+    shares = {each["multiple"]: each["share"] for each in goodput_by_multiple(outcomes, slo)}
+    assert tier["good_ratio"] == shares[1.0] == 0.6

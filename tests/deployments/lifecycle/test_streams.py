@@ -80,25 +80,39 @@ class Table:
 
     def __init__(self) -> None:
         self.engine, self.link, self.observer = Engine(), Link(), Observer()
+        self.reports = 0
         self.streams = StreamTable(
             self.engine,  # type: ignore[arg-type]
             LifecycleConfig(),
             slots=16,
             remote=None,
-            changed=lambda: None,
+            changed=self._count_report,
             observer=self.observer,
         )
 
-    def submit(self, stream_id: int, n: int = 1, window: int = 1024, **params: Any) -> list[str]:
+    def submit(
+        self,
+        stream_id: int,
+        n: int = 1,
+        window: int = 1024,
+        priority: int = 0,
+        preemptible: bool = True,
+        **params: Any,
+    ) -> list[str]:
         request = Request(
             request_id=f"r{stream_id}",
             prompt_ids=(1, 2, 3),
             params=SamplingParams(max_tokens=10_000, **params),
+            priority=priority,
+            preemptible=preemptible,
         )
         submit = Submit(stream_id=stream_id, request=request, n=n, window_tokens=window)
         self.streams.on_message(self.link, submit.to_wire())  # type: ignore[arg-type]
         (first,) = [i for i in self.engine.running if i.endswith(f":{stream_id}:{stream_id}/0")]
         return [first.removesuffix("0") + str(choice) for choice in range(n)]
+
+    def _count_report(self) -> None:
+        self.reports += 1
 
     def credit(self, stream_id: int, tokens: int) -> None:
         self.streams.on_message(self.link, [Kind.CREDIT, stream_id, tokens])  # type: ignore[arg-type]
@@ -209,3 +223,36 @@ async def test_a_fault_of_one_stream_leaves_the_others_their_tokens(monkeypatch)
     assert [message[1] for message in refused] == [2]
     assert two not in table.engine.running
     assert table.step() == [StreamEvent(1, 0, "A", [65])]
+
+
+async def test_what_is_alive_is_told_with_the_level_at_which_the_engine_runs_it():
+    table = Table()
+    (batch,), (_,), _ = (
+        table.submit(1, priority=30),
+        table.submit(2, priority=30),
+        table.submit(3, n=2, preemptible=False),
+    )
+    assert sorted(table.streams.alive(), key=str) == [(0, None, 2, 3), (30, 30, 2, 6)]
+    reports = table.reports
+    step = table.engine.step()
+    step.aged = ((batch, 18), ("gone/0", 1))
+    table.streams.on_step(step)
+    assert table.reports == reports + 1, "the queue must know"
+    assert sorted(table.streams.alive(), key=str) == [
+        (0, None, 2, 3),
+        (30, 18, 1, 3),
+        (30, 30, 1, 3),
+    ]
+    # Four of sixteen slots are taken. Of the two of batch, one makes way for rank 20, both for 10.
+    table.streams.slots = 4
+    assert not table.streams._room_for(_submit(priority=20, n=2))
+    assert table.streams._room_for(_submit(priority=20, n=1))
+    assert table.streams._room_for(_submit(priority=10, n=2))
+    assert not table.streams._room_for(_submit(priority=10, n=3))
+
+
+def _submit(priority: int, n: int) -> Submit:
+    request = Request(
+        request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=1), priority=priority
+    )
+    return Submit(stream_id=9, request=request, n=n, window_tokens=1)

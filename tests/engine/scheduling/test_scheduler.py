@@ -207,6 +207,21 @@ def test_waiting_raises_priority():
     assert ids(step(s, 20.0).chunks) == ["batch"]  # aged from 3 to 1, and arrived earlier
 
 
+def test_who_was_raised_by_waiting_is_told_once_with_the_level_that_protects_it():
+    s = make_scheduler(max_running_requests=1, ageing_s=10.0)
+    s.add(make_request("first", priority=2, max_tokens=1), 0.0)
+    s.add(make_request("batch", priority=3), 0.0)
+    step(s, 9.0)
+    assert s.take_aged() == ()
+    step(s, 25.0)
+    assert s.take_aged() == (("batch", 1),)
+    assert s.take_aged() == ()
+    s.add(make_request("equal", priority=1), 26.0)
+    assert step(s, 26.0).preempted == ()
+    s.add(make_request("urgent", priority=0), 26.0)
+    assert step(s, 26.0).preempted == ("batch",)
+
+
 def test_what_was_earned_by_waiting_protects_but_does_not_preempt():
     s = make_scheduler(max_running_requests=1, ageing_s=10.0)
     s.add(make_request("first", priority=2, max_tokens=2), 0.0)
@@ -685,6 +700,49 @@ def test_cancelling_a_remote_request_withdraws_its_reservation():
     assert s.blocks.num_held_blocks == 0
     assert s.kv_arrived("r", SampledToken(7), 0.0) is None
     s.check()
+
+
+def test_blocks_that_a_failed_import_may_still_write_are_kept_and_replaced():
+    s = make_scheduler(num_blocks=9)
+    s.add(make_request("warm", range(4), max_tokens=1), 0.0)
+    step(s)
+    s.add(make_request("r", range(10)), 0.0, remote=True)
+    s.take_reservations()
+    assert s.import_blocks("r") == (1, 2, 3)
+    assert s.set_aside("r", "aside", 0.0) == (1, 4, 5)
+    s.check()
+    assert s.blocks.leased_table("aside") == (2, 3)
+    assert s.blocks.expire(1e9) == []  # only whoever set them aside knows when they are quiet
+    assert s.kv_failed("r")
+    assert s.import_blocks("r") == ()
+    assert shape(step(s)) == [("r", 4, 6)]
+    s.cancel("r")
+    assert s.blocks.num_held_blocks == 2
+    s.blocks.release("aside")
+    s.check()
+    assert s.blocks.num_held_blocks == 0
+
+
+def test_without_other_blocks_a_failed_import_waits_for_some_and_is_computed():
+    s = make_scheduler(num_blocks=5)
+    s.add(make_request("r", 10), 0.0, remote=True)
+    s.take_reservations()
+    assert s.set_aside("r", "aside", 0.0) == ()
+    s.check()
+    assert (s.num_waiting, s.num_waiting_remote, s.blocks.num_held_blocks) == (1, 0, 3)
+    assert not s.kv_failed("r")
+    assert s.plan(0.0) is None
+    s.blocks.release("aside")
+    assert shape(step(s)) == [("r", 0, 10)]
+    assert s.take_reservations() == []
+
+
+def test_an_import_that_is_over_has_nothing_to_set_aside():
+    s = make_scheduler()
+    s.add(make_request("r"), 0.0, remote=True)
+    s.cancel("r")
+    assert s.set_aside("r", "aside", 0.0) == ()
+    assert s.blocks.num_leases == 0
 
 
 # Prefill role
