@@ -320,7 +320,7 @@ class LocalEngine:
 
     @property
     def dtype(self) -> str:
-        return self.built.model.layout.dtype
+        return self.built.model.dtype
 
     def go_on(
         self, prompt_ids: Sequence[int], case: Case, output_ids: tuple[int, ...]

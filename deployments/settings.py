@@ -67,6 +67,9 @@ class ModelArgs(_Strict):
     quantisation_group: Literal[32, 64, 128] | None = None
     """Inputs that share a scale, with int8 and int4. None: 32."""
 
+    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "int8"] = "auto"
+    """Of keys and values: the dtype of activations, or int8 codes with scales."""
+
     accelerator: Literal["cpu"] = "cpu"
     max_context_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -90,6 +93,7 @@ class ModelArgs(_Strict):
                 backend=self.backend,
                 quantisation=self.quantisation,
                 quantisation_group=self.quantisation_group,
+                kv_dtype=self.kv_dtype,
             ),
             max_context_tokens=self.max_context_tokens,
             max_output_tokens=self.max_output_tokens,

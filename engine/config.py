@@ -11,6 +11,8 @@ DType = Literal["auto", "float32", "bfloat16", "float64"]
 Backend = Literal["auto", "native", "torch"]
 Quantisation = Literal["keep", "none", "int8", "int4"]
 
+KVDType = Literal["auto", "float64", "float32", "bfloat16", "int8"]
+
 QUANTISATION_GROUPS = (32, 64, 128)
 
 
@@ -45,6 +47,11 @@ class ModelConfig:
 
     quantisation_group: int | None = None
     """Inputs that share a scale, with int8 and int4: 32, 64 or 128. None: 32."""
+
+    kv_dtype: KVDType = "auto"
+    """What keys and values are kept in. `auto`: the dtype of activations, the only one of numbers
+    there is. `int8`: codes with a scale for each token's head, about half the memory and traffic of
+    bfloat16. Its KV is exchanged with that of replicas with int8 only."""
 
     def __post_init__(self) -> None:
         group = self.quantisation_group

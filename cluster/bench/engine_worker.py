@@ -36,6 +36,7 @@ class EngineJob:
     spawned_s: float
     quantisation: str = "keep"
     quantisation_group: int | None = None
+    kv_dtype: str = "auto"
     max_chunk_tokens: int | None = None
     """None: the engine's own default."""
 
@@ -101,7 +102,9 @@ def measure(job: EngineJob) -> dict[str, Any]:
     out["samples"] = rates
     for name, values in rates.items():
         out[name] = statistics.median(values)
-    out["dtype"] = model.layout.dtype
+    out["dtype"] = model.dtype
+    out["kv_dtype"] = model.layout.dtype
+    out["kv_capacity_tokens"] = built.engine.blocks.config.capacity_tokens
     out["num_threads"] = torch.get_num_threads()
     out["torch"] = torch.__version__
     capabilities = torch.cpu.get_capabilities()
@@ -128,6 +131,7 @@ def _build(job: EngineJob) -> BuiltEngine:
             dtype=job.dtype,  # pyright: ignore[reportArgumentType]
             quantisation=job.quantisation,  # pyright: ignore[reportArgumentType]
             quantisation_group=job.quantisation_group,
+            kv_dtype=job.kv_dtype,  # pyright: ignore[reportArgumentType]
         ),
         scheduler=scheduler,
         num_threads=job.threads,
@@ -151,7 +155,7 @@ def _linear_layers(model: Model) -> Limit | None:
     if isinstance(model, Decoder):
         from cluster.bench.limit import LinearLayers
 
-        return LinearLayers(model.architecture, getattr(torch, model.layout.dtype)).run
+        return LinearLayers(model.architecture, getattr(torch, model.dtype)).run
     return None
 
 

@@ -62,7 +62,7 @@ class Commands:
 
                 engine = InProcess(command["args"], command["settings"])
                 self._targets["engine"] = engine
-                return {"threads": _torch_threads(), "dtype": engine.built.model.layout.dtype}
+                return {"threads": _torch_threads(), "dtype": engine.built.model.dtype}
             case "server":
                 self._targets["server"] = Server(command["url"])
                 return {}

@@ -238,6 +238,7 @@ class ExportServer:
         manifest = Manifest(
             fingerprint=layout.fingerprint,
             dtype=layout.dtype,
+            scale_dtype=layout.scale_dtype,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,

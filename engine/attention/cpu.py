@@ -7,7 +7,9 @@ three plan once on the host which keys each group of requests reads (`_plan`), t
 - causal is bottom-right aligned: query r of n sees keys `<= r + m - n` of m; no key gives 0;
 - slots past a sequence's real length may hold anything, even NaN: they are zeroed after the gather;
 - table entries past the real length are never read; a used entry out of range raises `IndexError`;
-- scores and softmax are computed in float32 or more; float64 stays float64.
+- scores and softmax are computed in float32 or more; float64 stays float64;
+- keys and values that the pool holds as codes are rounded when they are stored, those of this step
+  too, and attended as what the codes stand for.
 
 The query heads of one KV head are folded into the query axis, [keys, dim] x [group * queries, dim]:
 torch's `enable_gqa` is about ten times slower on a CPU.
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from engine.attention.backend import StepContext
 from engine.execution.pool import KVPool
+from engine.quantisation.kv_codes import to_codes
 
 _SPAN_TOKENS = 64
 """Queries of a long chunk attended in one call: a causal chunk skips the keys it can't see."""
@@ -258,6 +261,19 @@ def _gather(cache: Tensor, tile: _Tile, scratch: Tensor | None = None) -> Tensor
     return found.view(tile.num_requests, tile.num_keys, *cache.shape[2:])
 
 
+def _gather_codes(codes: Tensor, scales: Tensor, tile: _Tile, scratch: Tensor) -> Tensor:
+    """`_gather` of codes: the numbers that they stand for, in the dtype of `scratch`.
+
+    codes: `[blocks, page, kv_heads, dim]`; scales: `[blocks, page, kv_heads]`.
+    """
+    picked = torch.index_select(codes, 0, tile.blocks)
+    units = torch.index_select(scales, 0, tile.blocks).to(scratch.dtype).unsqueeze(-1)
+    found = torch.mul(picked, units, out=scratch[: picked.numel()].view(picked.shape))
+    if tile.stale is not None:
+        found.view(-1, codes.shape[2] * codes.shape[3]).index_fill_(0, tile.stale, 0)
+    return found.view(tile.num_requests, tile.num_keys, *codes.shape[2:])
+
+
 def _effective(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     left, right = window_size
     return left, 0 if causal else right
@@ -451,25 +467,45 @@ class CpuAttention:
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, pool: KVPool, step: StepContext
     ) -> Tensor:
         """Store k and v, then attend: see `AttentionBackend`. Raises IndexError on bad tables."""
+        group, dtype = _checked(q, k, v), q.dtype
+        if pool.layout.coded and dtype != torch.float64:
+            q = q.to(torch.float32)  # codes times scales are rounded to nothing less
         if step is not self._step or layer == 0:
-            self._prepare(q, pool, step, _checked(q, k, v))
-        keys, values = pool.keys(layer), pool.values(layer)
-        assert self._slots is not None
-        keys.index_put_(self._slots, k)
-        values.index_put_(self._slots, v)
+            self._prepare(q, pool, step, group)
+        self._store(k, v, layer, pool)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
         out: Tensor | None = None
         for tile in self._tiles:
-            found_k = _gather(keys, tile, self._scratch[0])
-            found_v = _gather(values, tile, self._scratch[1])
+            found_k, found_v = self._find(tile, layer, pool)
             mine = q[tile.tokens]
-            attended = _run_tile(tile, mine, found_k, found_v, scale, self._softcap)
+            attended = _run_tile(tile, mine, found_k, found_v, scale, self._softcap).to(dtype)
             if isinstance(tile.tokens, slice) and attended.shape[0] == q.shape[0]:
                 return attended  # the whole batch, in its own order: nothing to put together
             if out is None:
-                out = torch.empty_like(q)
+                out = torch.empty_like(q, dtype=dtype)
             out[tile.tokens] = attended
-        return torch.zeros_like(q) if out is None else out
+        return torch.zeros_like(q, dtype=dtype) if out is None else out
+
+    def _store(self, k: Tensor, v: Tensor, layer: int, pool: KVPool) -> None:
+        assert self._slots is not None
+        if pool.layout.coded:
+            k, key_scales = to_codes(k)
+            v, value_scales = to_codes(v)
+            pool.key_scales(layer).index_put_(self._slots, key_scales)
+            pool.value_scales(layer).index_put_(self._slots, value_scales)
+        pool.keys(layer).index_put_(self._slots, k)
+        pool.values(layer).index_put_(self._slots, v)
+
+    def _find(self, tile: _Tile, layer: int, pool: KVPool) -> tuple[Tensor, Tensor]:
+        """The tile's keys and values, `[n, keys, kv_heads, dim]` each."""
+        keys, values = pool.keys(layer), pool.values(layer)
+        first, second = self._scratch
+        if not pool.layout.coded:
+            return _gather(keys, tile, first), _gather(values, tile, second)
+        return (
+            _gather_codes(keys, pool.key_scales(layer), tile, first),
+            _gather_codes(values, pool.value_scales(layer), tile, second),
+        )
 
     def _prepare(self, q: Tensor, pool: KVPool, step: StepContext, group: int) -> None:
         capacity = pool.num_blocks * pool.block_tokens

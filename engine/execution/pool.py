@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+
 import torch
 from torch import Tensor
 
-from engine.models.model import KVLayout
+from engine.execution.wire_order import sound_scales, wire_views
+from engine.models.model import SCALE_BYTES, KVLayout, KVPart
 
 
 class KVPool:
@@ -16,6 +19,14 @@ class KVPool:
     straight into it. What attention reads of a layer is the strided view `[num_blocks,
     block_tokens, kv_heads, head_dim]` whose rows are contiguous, as flash-attn's paged calls want.
 
+    Where the layout is `coded`, `data` is `[num_blocks, layers, 2, bytes]` of uint8. The keys, or
+    the values, of one layer in one block are
+
+        int8 codes [block_tokens, kv_heads, head_dim], float32 scales [kv_heads, block_tokens]
+
+    so that a block has its scales with it wherever it goes, the codes of a head of 64 are one cache
+    line, and the scales that attention over one head reads lie together.
+
     Zeroed at allocation: never-written slots must not hold NaN.
     """
 
@@ -25,42 +36,94 @@ class KVPool:
         num_blocks: int,
         block_tokens: int,
         device: torch.device | str = "cpu",
+        *,
+        memory: mmap | None = None,
     ) -> None:
+        """memory: where to lie instead of memory of its own, all zero, of exactly its size."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self.data = torch.zeros(
-            num_blocks,
-            layout.num_layers,
-            2,
-            block_tokens,
-            layout.num_kv_heads,
-            layout.head_dim,
-            dtype=getattr(torch, layout.dtype),
-            device=device,
-        )
+        rows = block_tokens * layout.num_kv_heads
+        shape = (block_tokens, layout.num_kv_heads, layout.head_dim)
+        kept = shape if not layout.coded else (rows * layout.row_bytes,)
+        whole = (num_blocks, layout.num_layers, 2, *kept)
+        dtype = torch.uint8 if layout.coded else getattr(torch, layout.dtype)
+        if memory is None:
+            self.data = torch.zeros(whole, dtype=dtype, device=device)
+        else:
+            self.data = torch.frombuffer(memory, dtype=dtype).view(whole)
+        self._numbers = self.data
+        if layout.coded:
+            assert layout.head_dim % SCALE_BYTES == 0, f"scales behind heads of {layout.head_dim}"
+            split = rows * layout.head_dim
+            self._numbers = self.data[..., :split].view(torch.int8).unflatten(-1, shape)
+            scales = self.data[..., split:].view(torch.float32)
+            scales = scales.unflatten(-1, (layout.num_kv_heads, block_tokens))
+            self._scales = scales.transpose(-1, -2)
 
     def keys(self, layer: int) -> Tensor:
-        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view."""
-        return self.data[:, layer, 0]
+        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or int8 codes."""
+        return self._numbers[:, layer, 0]
 
     def values(self, layer: int) -> Tensor:
-        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view."""
-        return self.data[:, layer, 1]
+        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or int8 codes."""
+        return self._numbers[:, layer, 1]
+
+    def key_scales(self, layer: int) -> Tensor:
+        """`[num_blocks, block_tokens, kv_heads]` float32, a view, of a coded layout."""
+        return self._scales[:, layer, 0]
+
+    def value_scales(self, layer: int) -> Tensor:
+        """`[num_blocks, block_tokens, kv_heads]` float32, a view, of a coded layout."""
+        return self._scales[:, layer, 1]
 
     def block_bytes(self, block: int, first_layer: int, last_layer: int) -> memoryview:
         """Writable bytes of layers `[first_layer, last_layer)` of one block (host memory only).
 
-        Order: layer, K then V, token, head, dim: the canonical wire order of a whole block.
+        Order: layer, K then V, token, head, dim, and behind them the scales by head and token where
+        there are any: the canonical wire order of a whole block.
         """
         part = self.data[block, first_layer:last_layer].reshape(-1).view(torch.uint8)
         return part.numpy().data.cast("B")
 
+    @property
+    def parts(self) -> tuple[KVPart, ...]:
+        """See `KVMemory.parts`: one, of everything."""
+        return (KVPart((0, self.layout.num_layers), (0, self.layout.num_kv_heads)),)
+
+    def piece(
+        self, block: int, layers: tuple[int, int], heads: tuple[int, int], *, write: bool = False
+    ) -> memoryview | None:
+        """See `KVMemory.piece`."""
+        if heads != (0, self.layout.num_kv_heads):
+            return None
+        return self.block_bytes(block, *layers)
+
     def gather(
-        self, block: int, offset: int, num_tokens: int, first_layer: int, last_layer: int
+        self,
+        block: int,
+        offset: int,
+        num_tokens: int,
+        first_layer: int,
+        last_layer: int,
+        heads: tuple[int, int] | None = None,
     ) -> memoryview:
-        """A copy, in wire order, of `num_tokens` tokens of one block from `offset` on."""
-        part = self.data[block, first_layer:last_layer, :, offset : offset + num_tokens]
+        """A copy, in wire order, of `num_tokens` tokens of one block from `offset` on.
+
+        `heads`: first and last KV head, the last exclusive. None: all.
+        """
+        h0, h1 = heads or (0, self.layout.num_kv_heads)
+        at = (
+            block,
+            slice(first_layer, last_layer),
+            slice(None),
+            slice(offset, offset + num_tokens),
+            slice(h0, h1),
+        )
+        part = self._numbers[at].flatten(2)  # [layers, 2, everything]
+        if self.layout.coded:
+            scales = self._scales[at].transpose(-1, -2).flatten(2).contiguous()
+            part = torch.cat((part.contiguous().view(torch.uint8), scales.view(torch.uint8)), -1)
         return part.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")
 
     def scatter(
@@ -70,18 +133,30 @@ class KVPool:
         first_layer: int,
         last_layer: int,
         payload: bytearray,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Write a payload in wire order to position `first_token` on, across block borders."""
-        layout, page = self.layout, self.block_tokens
-        source = torch.frombuffer(payload, dtype=self.data.dtype).view(
-            last_layer - first_layer, 2, -1, layout.num_kv_heads, layout.head_dim
-        )
-        num_tokens, done = source.shape[2], 0
+        h0, h1 = heads or (0, self.layout.num_kv_heads)
+        views = wire_views(payload, self.layout, last_layer - first_layer, h1 - h0)
+        sources = [torch.from_numpy(view) for view in views]
+        numbers = sources[0].view(self._numbers.dtype)
+        scales = sources[1].view(torch.float32).squeeze(-1) if self.layout.coded else None
+        num_tokens, done, page = numbers.shape[2], 0, self.block_tokens
         while done < num_tokens:
             offset = (first_token + done) % page
             run = min(page - offset, num_tokens - done)
-            block = blocks[(first_token + done) // page]
-            self.data[block, first_layer:last_layer, :, offset : offset + run] = source[
-                :, :, done : done + run
-            ]
+            at = (
+                blocks[(first_token + done) // page],
+                slice(first_layer, last_layer),
+                slice(None),
+                slice(offset, offset + run),
+                slice(h0, h1),
+            )
+            self._numbers[at] = numbers[:, :, done : done + run]
+            if scales is not None:
+                self._scales[at] = scales[:, :, done : done + run]
             done += run
+
+    def has_sound_scales(self, payload: memoryview, num_layers: int, num_heads: int) -> bool:
+        """Whether every scale in a payload of a coded layout is one that codes can have."""
+        return sound_scales(payload, self.layout, num_layers, num_heads)

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from engine.config import KVDType
 from engine.models.architecture import Activation, Architecture
+from engine.models.model import SCALE_BYTES
 
 BackendName = Literal["native", "torch"]
 
@@ -22,8 +24,9 @@ class Capabilities:
     dtypes: tuple[str, ...]
     """Of activations, and of weights that are no codes."""
 
-    kv_dtypes: tuple[str, ...] | None = None
-    """None: the dtype of the activations, and no other."""
+    kv_dtypes: tuple[str, ...] = ()
+    """Of keys and values, besides the dtype of activations. `int8`: codes, with a scale for each
+    token's head."""
 
     activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
     window: bool = True
@@ -38,15 +41,21 @@ class Capabilities:
 
 CAPABILITIES: Final[Mapping[BackendName, Capabilities]] = {
     "native": Capabilities(
-        dtypes=("float32", "bfloat16", "float64"), code_bits=(4, 8), code_groups="multiples of 32"
+        dtypes=("float32", "bfloat16", "float64"),
+        kv_dtypes=("int8",),
+        code_bits=(4, 8),
+        code_groups="multiples of 32",
     ),
-    "torch": Capabilities(dtypes=("float32", "bfloat16", "float64")),
+    "torch": Capabilities(dtypes=("float32", "bfloat16", "float64"), kv_dtypes=("int8",)),
 }
 
 
-def lacks(backend: BackendName, architecture: Architecture, dtype: str) -> str | None:
+def lacks(
+    backend: BackendName, architecture: Architecture, dtype: str, kv_dtype: KVDType = "auto"
+) -> str | None:
     """What of a model this backend cannot compute, and what it can instead. None: nothing."""
     can = CAPABILITIES[backend]
+    coded = kv_dtype == "int8"
     lines = [
         (dtype in can.dtypes, f"dtype {dtype}: only {', '.join(can.dtypes)}"),
         (
@@ -56,6 +65,16 @@ def lacks(backend: BackendName, architecture: Architecture, dtype: str) -> str |
         (can.window or architecture.window is None, "sliding windows"),
         (can.qk_norm or not architecture.qk_norm, "norms of q and k"),
         (can.qkv_bias or not architecture.qkv_bias, "biases of q, k and v"),
+        (
+            kv_dtype in ("auto", dtype, *can.kv_dtypes),
+            f"kv_dtype {kv_dtype} with activations in {dtype}: only "
+            f"{', '.join((dtype, *can.kv_dtypes))}",
+        ),
+        (
+            not coded or architecture.head_dim % SCALE_BYTES == 0,
+            f"kv_dtype int8 for heads of {architecture.head_dim}: only multiples of {SCALE_BYTES}, "
+            "behind which scales are aligned",
+        ),
     ]
     missing = [line for present, line in lines if not present]
     return f"{backend} does not compute {'; '.join(missing)}" if missing else None

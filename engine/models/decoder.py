@@ -4,6 +4,10 @@ Each layer is: RMSNorm, fused q/k/v product, rotation, attention over the paged 
 onto the residual; RMSNorm, fused gate/up product, activation, down product onto the residual.
 Everything is computed in the model's dtype, with float32 inside norms, rotation angles and softmax;
 a float64 model is float64 throughout, which makes token equality a fair demand.
+
+A `Shard` makes it one rank's part of that: its own heads, inner rows, rows of the vocabulary and
+layers. Each layer then has two sums over the ranks of the stage, behind the output product and
+behind the down product, to which the residual is added once.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from engine.execution.pool import KVPool
 from engine.models.architecture import Architecture, Rope
 from engine.models.linear import Linear
 from engine.models.model import KVLayout
+from engine.models.parallel import TensorGroup
+from engine.models.shard import Grid, Shard, Span, shards
+from engine.weights.checkpoint import part
 
 
 class RotaryAngles:
@@ -85,8 +92,10 @@ class Decoder:
     """Implements `Model`.
 
     tensors: the canonical names of `engine.models.architecture`, each read once and converted to
-    `dtype`. fingerprint: of the weights in that dtype; equal fingerprints make KV exchangeable.
-    Not thread-safe: one pass at a time.
+    `dtype`, of which a shard reads its slices only. fingerprint: of the weights in that dtype;
+    equal fingerprints make KV exchangeable. shard: None for the whole model; `group` is the ranks
+    of its stage. kv_codes: keys and values are kept as int8 codes. Not thread-safe: one pass at a
+    time.
     """
 
     def __init__(
@@ -98,35 +107,72 @@ class Decoder:
         fingerprint: str,
         attention: AttentionBackend | None = None,
         device: torch.device | str = "cpu",
+        shard: Shard | None = None,
+        group: TensorGroup | None = None,
+        kv_codes: bool = False,
     ) -> None:
         self.architecture = architecture
+        self.shard = shard = shard or shards(architecture, Grid())[0]
+        self.hidden_size = architecture.hidden_size
+        self.dtype = str(dtype).removeprefix("torch.")
         self.device = torch.device(device)
         self.vocab_size = architecture.vocab_size
         self.max_context_tokens = architecture.max_context_tokens
         self.eos_token_ids = architecture.eos_token_ids
-        self.layout = KVLayout(
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
+        layout = KVLayout(
+            num_layers=shard.num_layers,
+            num_kv_heads=shard.num_kv_heads,
             head_dim=architecture.head_dim,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=self.dtype,
             fingerprint=fingerprint,
         )
+        self.layout = layout.as_codes() if kv_codes else layout
         self._attention = attention or CpuAttention(window=architecture.window)
 
-        def take(name: str) -> Tensor:
-            return tensors[name].to(device=self.device, dtype=dtype)
+        self.weight_bytes = 0
+        """What this part's weights take."""
+
+        is_split = shard.grid.tensor_parallel > 1
+        assert not is_split or group is not None
+        self._group = group if is_split else None
+        dim = architecture.head_dim
+        rows: dict[str, Span] = {
+            "q": _times(shard.heads, dim),
+            "k": _times(shard.kv_heads, dim),
+            "v": _times(shard.kv_heads, dim),
+            "gate": shard.inner,
+            "up": shard.inner,
+        }
+
+        def take(name: str, dim: int = 0, span: Span | None = None) -> Tensor:
+            tensor = (
+                tensors[name] if span is None or not is_split else part(tensors, name, dim, span)
+            )
+            return tensor.to(device=self.device, dtype=dtype)
+
+        def count(tensor: Tensor) -> Tensor:
+            self.weight_bytes += tensor.numel() * tensor.itemsize
+            return tensor
 
         def fuse(prefix: str, *names: str) -> Linear:
-            weight = torch.cat([take(f"{prefix}.{name}") for name in names])
+            weight = torch.cat([take(f"{prefix}.{name}", 0, rows[name]) for name in names])
             bias = None
             if architecture.qkv_bias and names == ("q", "k", "v"):
-                bias = torch.cat([take(f"{prefix}.{name}.bias") for name in names])
-            return Linear(weight, bias)
+                bias = torch.cat([take(f"{prefix}.{name}.bias", 0, rows[name]) for name in names])
+            return Linear(count(weight), bias)
+
+        def vocabulary(name: str) -> Tensor:
+            """This rank's rows, filled up with zeros to as many as every rank has."""
+            weight = take(name, 0, shard.vocab)
+            missing = shard.vocab_rows - weight.shape[0]
+            return count(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
 
         with torch.inference_mode():
-            self._embed = take("embed")
+            tied = architecture.tied_embeddings
+            if shard.is_first_stage or (shard.is_last_stage and tied):
+                self._embed = vocabulary("embed")
             self._layers: list[_Layer] = []
-            for i in range(architecture.num_layers):
+            for i in range(*shard.layers):
                 at = f"layers.{i}"
                 self._layers.append(
                     _Layer(
@@ -134,33 +180,58 @@ class Decoder:
                         qkv=fuse(at, "q", "k", "v"),
                         q_norm=take(f"{at}.q_norm") if architecture.qk_norm else None,
                         k_norm=take(f"{at}.k_norm") if architecture.qk_norm else None,
-                        o=Linear(take(f"{at}.o")),
+                        o=Linear(count(take(f"{at}.o", 1, rows["q"]))),
                         mlp_norm=take(f"{at}.mlp_norm"),
                         gate_up=fuse(at, "gate", "up"),
-                        down=Linear(take(f"{at}.down")),
+                        down=Linear(count(take(f"{at}.down", 1, shard.inner))),
                     )
                 )
-            self._norm = take("norm")
-            self._head = Linear(self._embed if architecture.tied_embeddings else take("head"))
+            if shard.is_last_stage:
+                self._norm = take("norm")
+                self._head = Linear(self._embed if tied else vocabulary("head"))
             self._angles = RotaryAngles(
                 architecture.rope, architecture.head_dim, dtype, self.device
             )
 
     def forward(self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext) -> Tensor:
-        """See `Model.forward`."""
+        """See `Model.forward`. The whole model only, not a stage of it."""
+        assert self.shard.is_first_stage
         with torch.inference_mode():
-            hidden = self._hidden(ids, positions, pool, step)  # [sampled, hidden]
-            if hidden.shape[0] == 0:
-                wide = torch.promote_types(hidden.dtype, torch.float32)
-                return hidden.new_empty((0, self.vocab_size), dtype=wide)
-            return self._head.unrounded(self._rms_norm(hidden, self._norm))
+            logits = self.logits(self.hidden(ids, positions, pool, step))
+        assert logits is not None
+        return logits
 
-    def _hidden(self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext) -> Tensor:
-        heads, kv_heads = self.architecture.num_heads, self.architecture.num_kv_heads
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Of hidden states `[sampled, hidden]` of the last stage: `[sampled, vocab]`, float32 or
+        float64, on the stage's first rank; None on its others."""
+        if hidden.shape[0] == 0:
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            return hidden.new_empty((0, self.vocab_size), dtype=wide)
+        logits = self._head.unrounded(self._rms_norm(hidden, self._norm))
+        if self._group is None:
+            return logits
+        parts = self._group.gather(logits)
+        # Padding lies behind the last token: cut off, it cannot be drawn.
+        return None if parts is None else torch.cat(parts, dim=-1)[:, : self.vocab_size]
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        pool: KVPool,
+        step: StepContext,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """This stage's layers. `hidden`: what the stage before returned, None for the first.
+
+        Returns `[tokens, hidden]`, from the last stage `[sampled, hidden]`, on every rank alike.
+        """
+        shard = self.shard
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
         num_tokens = ids.shape[0]
-        x = F.embedding(ids, self._embed)  # [tokens, hidden]
+        x = self._embedded(ids) if hidden is None else hidden  # [tokens, hidden]
         cos, sin = self._angles.at(positions)
-        final = len(self._layers) - 1
+        final = len(self._layers) - 1 if shard.is_last_stage else None
         for i, layer in enumerate(self._layers):
             qkv = layer.qkv(self._rms_norm(x, layer.attn_norm))
             qkv = qkv.view(num_tokens, heads + 2 * kv_heads, -1)  # [tokens, heads, head_dim]
@@ -175,10 +246,24 @@ class Decoder:
             if i == final:
                 # Behind the last attention nothing mixes tokens: only the wanted rows go on.
                 attended, x = attended[step.last], x[step.last]
-            x = layer.o.add_to(x, attended)
+            x = self._add(layer.o, x, attended)
             gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = layer.down.add_to(x, self._activate(gate).mul_(up))
+            x = self._add(layer.down, x, self._activate(gate).mul_(up))
         return x
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        if self._group is None:
+            return F.embedding(ids, self._embed)
+        first, last = self.shard.vocab
+        elsewhere = (ids < first) | (ids >= last)
+        x = F.embedding((ids - first).masked_fill_(elsewhere, 0), self._embed)
+        return self._group.sum(x.masked_fill_(elsewhere[:, None], 0))
+
+    def _add(self, linear: Linear, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + linear(x)`, where each rank has some of the product's inputs."""
+        if self._group is None:
+            return linear.add_to(residual, x)
+        return residual + self._group.sum(linear(x))
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
@@ -187,3 +272,7 @@ class Decoder:
         if self.architecture.activation == "silu":
             return F.silu(gate)
         return F.gelu(gate, approximate="tanh")
+
+
+def _times(span: Span, factor: int) -> Span:
+    return span[0] * factor, span[1] * factor

@@ -17,6 +17,8 @@ from engine.models.capabilities import lacks
 from engine.models.decoder import Decoder
 from engine.models.fake import FakeModel
 from engine.models.model import Model
+from engine.models.parallel import TensorGroup
+from engine.models.shard import Grid, shards
 from engine.models.tiny import TINY_ARCHITECTURE, tiny_fingerprint, tiny_tensors
 from engine.native.decoder import NativeDecoder
 from engine.native.library import NativeUnavailable, native_available, variants
@@ -48,6 +50,11 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
             raise ConfigError(
                 f"model {config.name!r}: dtype={config.dtype!r}: the fake model's KV holds token "
                 "ids in float64: use auto or float64"
+            )
+        if config.kv_dtype not in ("auto", "float64"):
+            raise ConfigError(
+                f"model {config.name!r}: kv_dtype={config.kv_dtype!r}: the fake model's KV holds "
+                "token ids in float64: use auto or float64"
             )
         if config.backend == "native":
             raise ConfigError(
@@ -85,31 +92,36 @@ def build_decoder(
     """
     coded = _coded(config, architecture, tensors, stored)
     if coded:
-        # Codes are not the rounded numbers: KV of one is none of the other's.
-        form = f"{fingerprint} {config.quantisation} {config.quantisation_group or DEFAULT_GROUP}"
-        fingerprint = sha256(form.encode()).hexdigest()
+        fingerprint = _fingerprint_of_codes(config, fingerprint)
     name = str(dtype).removeprefix("torch.")
+    kv_codes = config.kv_dtype == "int8"
     # float64 is for comparing results, also between machines: torch computes it everywhere.
     wanted = config.backend == "native" or (
         config.backend == "auto" and dtype in (torch.bfloat16, torch.float32)
     )
     if wanted:
-        reason = lacks("native", architecture, name) or native_available(name)
+        reason = lacks("native", architecture, name, config.kv_dtype) or native_available(name)
         if reason is None and config.backend == "auto" and variants(name) == ("portable",):
             reason = f"no vector instructions of this processor are known for {name}"
         if reason is None:
             try:
                 model = NativeDecoder(
-                    architecture, tensors, coded=coded, dtype=dtype, fingerprint=fingerprint
+                    architecture,
+                    tensors,
+                    coded=coded,
+                    dtype=dtype,
+                    fingerprint=fingerprint,
+                    kv_codes=kv_codes,
                 )
             except NativeUnavailable as error:
                 reason = str(error)
             else:
                 logger.info(
                     "model %s: native %s decoder in %s, %d threads, weights of %d MB, "
-                    "%d of %d matrices as codes",
+                    "%d of %d matrices as codes, KV in %s",
                     config.name, model.variant, name, model.num_threads,
                     model.weight_bytes // 1_000_000, model.num_coded, model.num_matrices,
+                    model.layout.dtype,
                 )  # fmt: skip
                 return model
         if config.backend == "native":
@@ -119,11 +131,11 @@ def build_decoder(
         logger.warning(
             "model %s is computed by torch, several times slower: %s", config.name, reason
         )
-    lacking = lacks("torch", architecture, name)
+    lacking = lacks("torch", architecture, name, config.kv_dtype)
     if lacking is not None:
         raise ConfigError(
-            f"model {config.name!r}: {lacking}: use a model or dtype that it computes, or a "
-            "machine with another backend"
+            f"model {config.name!r}: {lacking}: use a model, dtype or kv_dtype that it computes, "
+            "or a machine with another backend"
         )
     if coded:
         logger.warning(
@@ -132,7 +144,60 @@ def build_decoder(
             config.name, name,
         )  # fmt: skip
     expanded = _expanded(tensors, coded, dtype)
-    return Decoder(architecture, expanded, dtype=dtype, fingerprint=fingerprint)
+    return Decoder(architecture, expanded, dtype=dtype, fingerprint=fingerprint, kv_codes=kv_codes)
+
+
+def load_shard(
+    config: ModelConfig,
+    grid: Grid,
+    rank: int,
+    *,
+    group: TensorGroup | None,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """One rank's part of the model, of which it reads its own slices.
+
+    Computed by torch: the native decoder does a whole step in one call and has no place for the
+    sums between ranks. Raises ConfigError.
+    """
+    where = f"model {config.name!r}: {grid.tensor_parallel} x {grid.pipeline_parallel} ranks"
+    if config.source in ("fake", "synthetic"):
+        raise ConfigError(f"{where}: source={config.source!r} has no parts: use tiny, or one rank")
+    if config.backend == "native":
+        raise ConfigError(f"{where}: backend='native' computes on one rank only: use auto or torch")
+    if config.source == "tiny":
+        dtype = torch.float64 if config.dtype == "auto" else compute_dtype(config.dtype)
+        architecture, tensors, stored = TINY_ARCHITECTURE, tiny_tensors(), {}
+        fingerprint = tiny_fingerprint(dtype)
+    else:
+        dtype = compute_dtype(config.dtype)
+        checkpoint = load_checkpoint(config.source, dtype)
+        architecture, tensors = checkpoint.architecture, checkpoint.tensors
+        stored, fingerprint = checkpoint.coded, checkpoint.fingerprint
+    lacking = lacks("torch", architecture, str(dtype).removeprefix("torch."), config.kv_dtype)
+    if lacking is not None:
+        raise ConfigError(f"{where}: {lacking}: use a model, dtype or kv_dtype that it computes")
+    coded = _coded(config, architecture, tensors, stored)
+    if coded:
+        fingerprint = _fingerprint_of_codes(config, fingerprint)
+    if config.quantisation != "keep":  # what a file stores as codes, its slices expand to
+        tensors = _expanded(tensors, coded, dtype)
+    return Decoder(
+        architecture,
+        tensors,
+        dtype=dtype,
+        fingerprint=fingerprint,
+        device=device,
+        kv_codes=config.kv_dtype == "int8",
+        shard=shards(architecture, grid)[rank],
+        group=group,
+    )
+
+
+def _fingerprint_of_codes(config: ModelConfig, fingerprint: str) -> str:
+    """Codes are not the rounded numbers: KV of one is none of the other's."""
+    form = f"{fingerprint} {config.quantisation} {config.quantisation_group or DEFAULT_GROUP}"
+    return sha256(form.encode()).hexdigest()
 
 
 def _coded(

@@ -2,9 +2,9 @@
 
 The same architectures, weights and KV layout as `Decoder`. Sums, the residual, norms, rotation and
 softmax are float32 (float64 in a float64 model); bfloat16 is rounded to only where a product reads
-its left side and where KV is stored. So it lies nearer to float32 than torch's bfloat16 does, and
-the KV of the two differs by rounding only: both carry the fingerprint of the weights and may be
-exchanged.
+its left side and where KV is stored, unless that is codes. So it lies nearer to float32 than
+torch's bfloat16 does, and the KV of the two differs by rounding only: both carry the fingerprint of
+the weights and may be exchanged.
 
 Each row is summed in an order of its own: neither the batch, nor the chunks of a prompt, nor the
 page size, nor the number of threads changes a bit of its logits.
@@ -45,8 +45,9 @@ from engine.quantisation.codes import CodedMatrix, alike
 class NativeDecoder:
     """Implements `Model`.
 
-    tensors and fingerprint: as for `Decoder`. coded: matrices to keep as codes, by the same names;
-    they go before `tensors`, but where the parts of one product differ in form, which are expanded.
+    tensors, fingerprint and kv_codes: as for `Decoder`. coded: matrices to keep as codes, by the
+    same names; they go before `tensors`, but where the parts of one product differ in form, which
+    are expanded.
     The head of a model with tied embeddings is `embed`. num_threads: None takes torch's setting.
     variant: None takes the fastest that this processor has; library: another build, for tests.
     Raises NativeUnavailable. Not thread-safe: one pass at a time; each pass uses all threads and
@@ -60,6 +61,7 @@ class NativeDecoder:
         *,
         dtype: torch.dtype,
         fingerprint: str,
+        kv_codes: bool = False,
         coded: Mapping[str, CodedMatrix] | None = None,
         num_threads: int | None = None,
         variant: Variant | None = None,
@@ -70,14 +72,15 @@ class NativeDecoder:
         self.vocab_size = architecture.vocab_size
         self.max_context_tokens = architecture.max_context_tokens
         self.eos_token_ids = architecture.eos_token_ids
-        name = str(dtype).removeprefix("torch.")
-        self.layout = KVLayout(
+        self.dtype = name = str(dtype).removeprefix("torch.")
+        layout = KVLayout(
             num_layers=architecture.num_layers,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
             dtype=name,
             fingerprint=fingerprint,
         )
+        self.layout = layout.as_codes() if kv_codes else layout
         self._dtype = dtype
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         library = library or library_path()
@@ -217,9 +220,10 @@ class NativeDecoder:
             qkv_bias=a.qkv_bias,
             qk_norm=a.qk_norm,
             gelu_tanh=a.activation == "gelu_tanh",
-            dtype=DTYPES.index(self.layout.dtype),
+            dtype=DTYPES.index(self.dtype),
             variant=VARIANTS.index(self.variant),
             threads=self.num_threads,
+            kv_codes=self.layout.coded,
         )
         handle = self._library.tailrace_create(byref(shape))
         if not handle:

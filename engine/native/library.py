@@ -34,7 +34,7 @@ PARTS: Final = (
 )
 """In the order of their numbers."""
 
-_ABI = 3
+_ABI = 4
 
 
 class NativeUnavailable(EngineError):
@@ -49,7 +49,7 @@ class Shape(Structure):
         *((name, c_int64) for name in ("head_dim", "inner", "window")),
         ("norm_eps", c_double),
         *((name, c_int32) for name in ("qkv_bias", "qk_norm", "gelu_tanh")),
-        *((name, c_int32) for name in ("dtype", "variant", "threads")),
+        *((name, c_int32) for name in ("dtype", "variant", "threads", "kv_codes")),
     )
 
 

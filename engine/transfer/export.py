@@ -9,7 +9,7 @@ from engine.transfer.checksum import checksum
 from engine.transfer.manifest import ChunkHead
 
 if TYPE_CHECKING:
-    from engine.execution.pool import KVPool
+    from engine.transfer.memory import KVMemory
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 
@@ -32,7 +32,7 @@ class KVExport:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVMemory,
         *,
         first_token: int,
         num_tokens: int,
@@ -48,6 +48,7 @@ class KVExport:
         self._blocks: tuple[int, ...] = ()
         self._ready = first_token
         self._token = first_token
+        self._part = 0
         self._layer = 0
 
     def computed(self, num_tokens: int, blocks: tuple[int, ...]) -> None:
@@ -70,8 +71,8 @@ class KVExport:
     def next(self) -> OutgoingChunk | None:
         """The next chunk, or None until more is computed or acknowledged.
 
-        A chunk never crosses a block border and is a whole block, ragged ends excepted. At least
-        one chunk may always be in flight, however small the window.
+        A chunk never crosses a block border nor leaves a part of the pool, and is a whole block,
+        ragged ends excepted. At least one chunk may always be in flight, however small the window.
         """
         if self._token >= self._ready:
             return None
@@ -81,31 +82,40 @@ class KVExport:
             return None
         layout = self._pool.layout
         num_tokens = end - self._token
-        layer_bytes = num_tokens * layout.bytes_per_token // layout.num_layers
+        parts = self._pool.parts
+        part = parts[self._part]
+        first_head, last_head = part.heads
+        cell_bytes = layout.bytes_per_token // (layout.num_layers * layout.num_kv_heads)
+        layer_bytes = num_tokens * (last_head - first_head) * cell_bytes
         layers = max(1, self._chunk_bytes // layer_bytes)
-        first, last = self._layer, min(self._layer + layers, layout.num_layers)
+        first = max(self._layer, part.layers[0])
+        last = min(first + layers, part.layers[1])
         num_bytes = (last - first) * layer_bytes
         if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
             return None
         block = self._blocks[self._token // page]
+        payload = None
         if num_tokens == page:
-            payload = self._pool.block_bytes(block, first, last)
-        else:
-            payload = self._pool.gather(block, self._token % page, num_tokens, first, last)
+            payload = self._pool.piece(block, (first, last), part.heads)
+        if payload is None:
+            payload = self._pool.gather(
+                block, self._token % page, num_tokens, first, last, part.heads
+            )
         head = ChunkHead(
             first_layer=first,
             last_layer=last,
             first_token=self._token,
             num_tokens=num_tokens,
-            first_head=0,
-            last_head=layout.num_kv_heads,
+            first_head=first_head,
+            last_head=last_head,
             num_bytes=num_bytes,
             checksum=checksum(payload),
         )
         self.unacked_bytes += num_bytes
         self.sent_bytes += num_bytes
-        if last == layout.num_layers:
-            self._token, self._layer = end, 0
-        else:
-            self._layer = last
+        self._layer = last
+        if last == part.layers[1]:
+            self._part, self._layer = self._part + 1, 0
+        if self._part == len(parts):
+            self._token, self._part = end, 0
         return OutgoingChunk(head, payload)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from engine.cache.hashing import hash_chain, root_hash
 from engine.engine import Engine
 from engine.errors import EngineError, TransferError
-from engine.execution.pool import KVPool
 from engine.request import Request
 from engine.transfer.export import KVExport, OutgoingChunk
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import Manifest, Prefilled
+from engine.transfer.memory import KVMemory
 from engine.transfer.transport import TransferNote
 
 _HOLD_S = 30.0
@@ -28,7 +28,7 @@ class InProcessTransport:
     def __init__(
         self,
         engine: Engine,
-        pool: KVPool,
+        pool: KVMemory,
         *,
         window_bytes: int = 1 << 24,
         chunk_bytes: int = 1 << 20,
@@ -109,6 +109,7 @@ class InProcessTransport:
         Manifest(
             fingerprint=layout.fingerprint,
             dtype=layout.dtype,
+            scale_dtype=layout.scale_dtype,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
@@ -119,7 +120,7 @@ class InProcessTransport:
             chain_tokens=chain_tokens,
             num_cached_tokens=cached,
             lease_ms=int(_HOLD_S * 1000),
-        ).require(layout, chain, intake.first_token, intake.num_tokens)
+        ).require(intake.layout, chain, intake.first_token, intake.num_tokens)
 
     def _ship(self, export: KVExport, intake: KVIntake) -> None:
         while (chunk := export.next()) is not None:

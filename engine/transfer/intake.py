@@ -9,7 +9,8 @@ from engine.transfer.checksum import checksum
 from engine.transfer.manifest import ChunkHead
 
 if TYPE_CHECKING:
-    from engine.execution.pool import KVPool
+    from engine.models.model import KVLayout
+    from engine.transfer.memory import KVMemory
 
 
 class KVIntake:
@@ -20,18 +21,23 @@ class KVIntake:
     """
 
     def __init__(
-        self, pool: KVPool, blocks: tuple[int, ...], *, first_token: int, num_tokens: int
+        self, pool: KVMemory, blocks: tuple[int, ...], *, first_token: int, num_tokens: int
     ) -> None:
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.received_bytes = 0
         self._pool = pool
         self._blocks = blocks
-        # One bit a layer for each token still to come.
-        all_layers = (1 << pool.layout.num_layers) - 1
-        self._missing = dict.fromkeys(range(first_token, num_tokens), all_layers)
+        # One bit for each layer's heads of each token still to come.
+        everything = (1 << pool.layout.num_layers * pool.layout.num_kv_heads) - 1
+        self._missing = dict.fromkeys(range(first_token, num_tokens), everything)
         self._staged: dict[ChunkHead, bytearray] = {}
         self._closed = False
+
+    @property
+    def layout(self) -> KVLayout:
+        """What an offer must match."""
+        return self._pool.layout
 
     @property
     def complete(self) -> bool:
@@ -44,7 +50,7 @@ class KVIntake:
     def memory(self, head: ChunkHead) -> memoryview | None:
         """Where the payload of `head` is to be written; None when nobody wants it any more.
 
-        A whole local block lies in wire order, so its bytes go straight into the pool.
+        A whole local block of one part of the pool lies in wire order: its bytes go straight there.
         Raises TransferError for a chunk outside what was asked for, seen before or of a wrong size.
         """
         if self._closed:
@@ -54,21 +60,28 @@ class KVIntake:
         if (
             not self.first_token <= head.first_token < last_token <= self.num_tokens
             or not head.first_layer < head.last_layer <= layout.num_layers
-            or (head.first_head, head.last_head) != (0, layout.num_kv_heads)
+            or not head.first_head < head.last_head <= layout.num_kv_heads
         ):
             raise TransferError(f"chunk {head} lies outside the transfer", stage="chunk")
         layers = head.last_layer - head.first_layer
-        expected = layers * head.num_tokens * layout.bytes_per_token // layout.num_layers
+        cell_bytes = layout.bytes_per_token // (layout.num_layers * layout.num_kv_heads)
+        expected = layers * head.num_tokens * (head.last_head - head.first_head) * cell_bytes
         if head.num_bytes != expected:
             raise TransferError(
                 f"chunk of {head.num_bytes} bytes, its shape needs {expected}", stage="chunk"
             )
-        mask = self._layers(head)
+        mask = self._cells(head)
         if any(self._missing.get(t, 0) & mask != mask for t in range(head.first_token, last_token)):
             raise TransferError(f"chunk {head} came twice", stage="chunk")
         if head.num_tokens == page and head.first_token % page == 0:
-            block = self._blocks[head.first_token // page]
-            return self._pool.block_bytes(block, head.first_layer, head.last_layer)
+            memory = self._pool.piece(
+                self._blocks[head.first_token // page],
+                (head.first_layer, head.last_layer),
+                (head.first_head, head.last_head),
+                write=True,
+            )
+            if memory is not None:
+                return memory
         staged = self._staged[head] = bytearray(head.num_bytes)
         return memoryview(staged)
 
@@ -86,12 +99,24 @@ class KVIntake:
                 f"{head.first_token + head.num_tokens}, {head.checksum:016x} was sent",
                 stage="checksum",
             )
+        shape = head.last_layer - head.first_layer, head.last_head - head.first_head
+        if self._pool.layout.coded and not self._pool.has_sound_scales(payload, *shape):
+            raise TransferError(
+                f"tokens {head.first_token}..{head.first_token + head.num_tokens} came with scales "
+                "that no codes have: negative or not finite",
+                stage="chunk",
+            )
         staged = self._staged.pop(head, None)
         if staged is not None:
             self._pool.scatter(
-                self._blocks, head.first_token, head.first_layer, head.last_layer, staged
+                self._blocks,
+                head.first_token,
+                head.first_layer,
+                head.last_layer,
+                staged,
+                (head.first_head, head.last_head),
             )
-        mask = self._layers(head)
+        mask = self._cells(head)
         for token in range(head.first_token, head.first_token + head.num_tokens):
             left = self._missing[token] & ~mask
             if left:
@@ -100,6 +125,7 @@ class KVIntake:
                 del self._missing[token]
         self.received_bytes += head.num_bytes
 
-    @staticmethod
-    def _layers(head: ChunkHead) -> int:
-        return (1 << head.last_layer) - (1 << head.first_layer)
+    def _cells(self, head: ChunkHead) -> int:
+        width = self._pool.layout.num_kv_heads
+        heads = (1 << head.last_head) - (1 << head.first_head)
+        return sum(heads << layer * width for layer in range(head.first_layer, head.last_layer))

@@ -1,7 +1,8 @@
 """What a prefill replica says about the KV it hands over, and the pieces it comes in.
 
 The wire form knows neither page size nor device layout of either side: a chunk is a run of tokens
-of a range of layers and heads, in the order layer, K then V, token, head, dim.
+of a range of layers and heads, in the order layer, K then V, token, head, dim. KV that is codes has
+its scales behind them: layer, K then V, (token, head, dim), (head, token).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from engine.errors import TransferError
 from engine.models.model import KVLayout
 from engine.request import SampledToken
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class Manifest:
     """Of weights, arithmetic and rope: `KVLayout.fingerprint`."""
 
     dtype: str
+    scale_dtype: str
+    """Of the scales that come with each run of codes; empty where KV is numbers."""
+
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -53,6 +57,7 @@ class Manifest:
             self.version,
             self.fingerprint,
             self.dtype,
+            self.scale_dtype,
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
@@ -75,13 +80,14 @@ class Manifest:
                 stage="offer",
             )
         try:
-            _, fingerprint, dtype, layers, heads, dim, (h0, h1), first, end = wire[:9]
-            chain, chain_tokens, cached, lease_ms = wire[9:]
+            _, fingerprint, dtype, scales, layers, heads, dim, (h0, h1), first, end = wire[:10]
+            chain, chain_tokens, cached, lease_ms = wire[10:]
         except (ValueError, TypeError) as error:
             raise TransferError(f"malformed manifest: {error}", stage="offer") from error
         return cls(
             fingerprint=fingerprint,
             dtype=dtype,
+            scale_dtype=scales,
             num_layers=layers,
             num_kv_heads=heads,
             head_dim=dim,
@@ -96,6 +102,12 @@ class Manifest:
 
     def require(self, layout: KVLayout, chain: tuple[bytes, ...], first: int, end: int) -> None:
         """Raise TransferError unless this is exactly the KV that was asked for."""
+        if (self.dtype, self.scale_dtype) != (layout.dtype, layout.scale_dtype):
+            raise TransferError(
+                f"KV in {_kept(self.dtype, self.scale_dtype)} offered, this replica keeps "
+                f"{_kept(layout.dtype, layout.scale_dtype)}: give both pools one kv_dtype",
+                stage="offer",
+            )
         ours = (layout.fingerprint, layout.dtype, layout.num_layers, layout.num_kv_heads)
         theirs = (self.fingerprint, self.dtype, self.num_layers, self.num_kv_heads)
         if ours != theirs or layout.head_dim != self.head_dim:
@@ -116,6 +128,10 @@ class Manifest:
             )
         if self.chain != chain:
             raise TransferError("the offered KV belongs to other tokens or tenants", stage="offer")
+
+
+def _kept(dtype: str, scale_dtype: str) -> str:
+    return f"{dtype} with scales in {scale_dtype}" if scale_dtype else dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The equivalence matrix, in process: however a request is computed, it gets the same tokens.
 
 At temperature 0 and 1, on the fake model (whose KV is the history, so wrong KV changes tokens) and
-on a tiny decoder in float64 (where re-chunking moves logits by 1e-14 only).
+on a tiny decoder in float64 (where re-chunking moves logits by 1e-14 only), which also keeps its KV
+as codes: each token's head is rounded by itself, so that nothing else decides what is stored.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from engine.cache.hashing import hash_chain, root_hash
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import TransferError
 from engine.models.load import load_model
+from engine.native.library import native_available
 from engine.request import FinishReason, Request, SamplingParams
 from engine.text.text_model import load_text
 from engine.transfer.in_process import InProcessTransport
 from engine.transfer.intake import KVIntake
 
-SOURCES = ["fake", "tiny"]
+MODELS = {
+    "fake": {"source": "fake"},
+    "tiny": {"source": "tiny"},
+    "tiny, KV in int8": {"source": "tiny", "kv_dtype": "int8"},
+    "native, KV in int8": {"source": "tiny", "kv_dtype": "int8", "backend": "native"},
+}
 
 
 @dataclass
@@ -32,10 +39,12 @@ class Answer:
     cached: int = 0
 
 
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    config = ModelConfig(name=request.param, source=request.param, dtype="auto")
-    return load_model(config), load_text(request.param).tokenizer
+    config = ModelConfig(name=request.param, **MODELS[request.param])
+    if config.backend == "native" and native_available("float64") is not None:
+        pytest.skip("not built")
+    return load_model(config), load_text(config.source).tokenizer
 
 
 def build(model, *, page=16, num_blocks=400, **limits) -> BuiltEngine:
@@ -257,6 +266,42 @@ async def test_a_prefill_replica_with_another_model_is_refused(alone, model):
 
 def load_fake():
     return load_model(ModelConfig(name="fake", source="fake"))
+
+
+@pytest.mark.parametrize("kept", ["float64", "int8"])
+async def test_kv_of_another_type_is_refused_and_computed_here(kept):
+    """Numbers offered for codes and codes for numbers, of the same weights."""
+    tokenizer = load_text("tiny").tokenizer
+    numbers, codes = (
+        (load_model(ModelConfig(name="m", source="tiny", kv_dtype=kind)), tokenizer)
+        for kind in ("float64", "int8")
+    )
+    mine, theirs = (numbers, codes) if kept == "float64" else (codes, numbers)
+    request = max(workload(), key=lambda r: len(r.prompt_ids))
+    want = drive(build(mine, page=8), [request])
+    decode = build(mine, page=8)
+    answer, error = await pull(build(theirs, page=8), decode, request)
+    assert isinstance(error, TransferError)
+    assert error.stage == "offer"
+    assert "give both pools one kv_dtype" in str(error)
+    answers = {request.request_id: answer}
+    finish(decode, answers)
+    same(answers, want)
+
+
+def test_codes_hold_about_eight_times_the_tokens_of_float64(model):
+    """Of heads of 16: a byte each and four for the scale, instead of eight bytes each."""
+    if model[0].layout.dtype != "int8":
+        pytest.skip("of codes")
+    numbers = load_model(ModelConfig(name="m", source="tiny")), model[1]
+    config = EngineConfig(
+        model=ModelConfig(name="m", source="m"), max_context_tokens=64, kv_memory_bytes=1 << 24
+    )
+    codes, plain = (
+        assemble(config, *each).engine.blocks.config.capacity_tokens for each in (model, numbers)
+    )
+    assert plain == ((1 << 24) // (16 * 3 * 2 * 2 * 16 * 8) - 1) * 16
+    assert codes == ((1 << 24) // (16 * 3 * 2 * 2 * (16 + 4)) - 1) * 16
 
 
 def test_two_tenants_never_share_a_prefix(model):

@@ -13,7 +13,7 @@
 #define TAILRACE_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define TAILRACE_ABI 3
+#define TAILRACE_ABI 4
 
 enum tailrace_dtype { TAILRACE_FLOAT32, TAILRACE_BFLOAT16, TAILRACE_FLOAT64 };
 
@@ -40,6 +40,7 @@ struct tailrace_shape {
     int32_t qkv_bias, qk_norm;
     int32_t gelu_tanh;  // 0: SiLU
     int32_t dtype, variant, threads;
+    int32_t kv_codes;  // 1: the pool holds codes with scales; head_dim is a multiple of 4 then
 };
 
 // A matrix [out, in] as codes, one a byte, with groups of inputs:
@@ -60,7 +61,10 @@ struct tailrace_step {
     const int32_t *cu_q, *kv_lens, *block_table;
     const void *cos, *sin;  // wide, [angles, head_dim / 2], by position
     int64_t angles;
-    void *pool;  // [num_blocks, layers, 2, block_tokens, kv_heads, head_dim]
+    // [num_blocks, layers, 2] of [block_tokens, kv_heads, head_dim], or with `kv_codes` of
+    //
+    //     int8 codes [block_tokens, kv_heads, head_dim], float scales [kv_heads, block_tokens]
+    void *pool;
     int64_t num_blocks, block_tokens;
     void *logits;  // wide, [sampled, vocab]
 };

@@ -57,6 +57,7 @@ uint32_t tailrace_variants(int32_t dtype) {
 
 void *tailrace_create(const tailrace_shape *shape) {
     if (!runs(shape->dtype, shape->variant)) return nullptr;
+    if (shape->kv_codes && shape->head_dim % 4) return nullptr;  // scales would not be aligned
     try {
         switch (shape->variant) {
             case TAILRACE_PORTABLE: return make_portable(*shape).release();

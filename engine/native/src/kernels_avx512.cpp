@@ -83,6 +83,7 @@ struct Avx512Pairs : Avx512Floats {
     using T = uint32_t;
     using Codes = Avx512Codes;
     static constexpr int PAIR = 2, R = 12;
+    static constexpr bool INTEGERS = true;
 
     static M term(const bf16 *row, int64_t k, int64_t in) {
         const uint32_t low = row[2 * k].bits;
@@ -161,15 +162,16 @@ struct Avx512Pairs : Avx512Floats {
         }
     }
 
+    alignas(64) static constexpr uint16_t INTERLEAVED[32] = {
+        0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+
     // `steps` pairs of keys, 32 dimensions from `first` on, to [steps][32].
     static void pack_values(
         const bf16 *const *rows, int64_t steps, int64_t first, int64_t dim, uint32_t *to) {
         const int64_t count = std::min<int64_t>(GROUP, dim - first);
         const __mmask32 valid = count == 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-        alignas(64) static constexpr uint16_t low[32] = {
-            0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        const __m512i first_half = _mm512_load_si512(low);
+        const __m512i first_half = _mm512_load_si512(INTERLEAVED);
         const __m512i second_half = _mm512_add_epi16(first_half, _mm512_set1_epi16(16));
         for (int64_t k = 0; k < steps; k++, to += GROUP) {
             const __m512i even = values(rows[2 * k], first, valid);
@@ -181,6 +183,84 @@ struct Avx512Pairs : Avx512Floats {
 
     static __m512i values(const bf16 *row, int64_t first, __mmask32 valid) {
         return row ? _mm512_maskz_loadu_epi16(valid, row + first) : _mm512_setzero_si512();
+    }
+
+    // c[r][0..32) = (onto ? c : 0) + scale[r] * (sum over k of the integers a[r][k] * w[k][0..32)).
+    template <int R>
+    static void integer_block(
+        const int16_t *a, int64_t lda, const uint32_t *w, int64_t steps, const float *scale,
+        float *c, int64_t ldc, bool onto) {
+        __m512i sum[R][2];
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+        for (int64_t k = 0; k < steps; k++, w += GROUP) {
+            const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 16);
+            for (int r = 0; r < R; r++) {
+                int32_t two;
+                std::memcpy(&two, a + r * lda + 2 * k, sizeof two);
+                const __m512i x = _mm512_set1_epi32(two);
+                sum[r][0] = _mm512_dpwssd_epi32(sum[r][0], w0, x);
+                sum[r][1] = _mm512_dpwssd_epi32(sum[r][1], w1, x);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++) {
+                float *to = c + r * ldc + h * 16;
+                const V product = mul(_mm512_cvtepi32_ps(sum[r][h]), set1(scale[r]));
+                store(to, onto ? Avx512Floats::add(load(to), product) : product);
+            }
+    }
+
+    // 32 keys of codes, `dim` of each, to [dim / 2][32] pairs of 16 bits: transposes of 16 keys by 16
+    // fours of codes, of which the first pair is of dimensions 0 and 2, the second of 1 and 3.
+    static void pack_keys(const int8_t *const *rows, int64_t dim, uint32_t *to) {
+        for (int j = 0; j < GROUP; j += 16)
+            for (int64_t d = 0; d < dim; d += 64) {
+                const __mmask64 valid = first_bytes(dim - d);
+                __m512i x[16];
+                for (int i = 0; i < 16; i++)
+                    x[i] = rows[j + i] ? _mm512_maskz_loadu_epi8(valid, rows[j + i] + d)
+                                       : _mm512_setzero_si512();
+                transpose(x);
+                const int64_t fours = std::min<int64_t>((dim - d) / 4, 16);
+                uint32_t *at = to + d / 2 * GROUP + j;
+                for (int64_t i = 0; i < fours; i++, at += 2 * GROUP) {
+                    _mm512_storeu_si512(at, _mm512_srai_epi16(_mm512_slli_epi16(x[i], 8), 8));
+                    _mm512_storeu_si512(at + GROUP, _mm512_srai_epi16(x[i], 8));
+                }
+            }
+    }
+
+    // Where dimension k of a query goes that meets such keys.
+    static int64_t place_of(int64_t k) {
+        constexpr int64_t places[4] = {0, 2, 1, 3};
+        return k / 4 * 4 + places[k % 4];
+    }
+
+    // `steps` pairs of keys, 32 dimensions from `first` on, to [steps][32] pairs of 16 bits.
+    static void pack_values(
+        const int8_t *const *rows, int64_t steps, int64_t first, int64_t dim, uint32_t *to) {
+        const __mmask32 valid = static_cast<__mmask32>(first_bytes(dim - first));
+        const __m512i first_half = _mm512_load_si512(INTERLEAVED);
+        const __m512i second_half = _mm512_add_epi16(first_half, _mm512_set1_epi16(16));
+        for (int64_t k = 0; k < steps; k++, to += GROUP) {
+            const __m512i even = codes(rows[2 * k], first, valid);
+            const __m512i odd = codes(rows[2 * k + 1], first, valid);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first_half, odd));
+            _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(even, second_half, odd));
+        }
+    }
+
+    static __m512i codes(const int8_t *row, int64_t first, __mmask32 valid) {
+        if (!row) return _mm512_setzero_si512();
+        return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(valid, row + first));
+    }
+    static __mmask64 first_bytes(int64_t count) {
+        return count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+    }
+    // To the nearest integers, the even ones of two.
+    static void store_integers(int16_t *p, V v) {
+        _mm256_storeu_si256(
+            reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
     }
 };
 

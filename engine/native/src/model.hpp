@@ -9,6 +9,8 @@
 //   PAIR  2: products take two neighbouring terms at once (a panel holds 32-bit pairs), else 1
 //   M, T  an element of a packed weight, and of a panel packed from the KV pool
 //   R     rows a product computes at once
+//   INTEGERS  whether products with codes of the KV pool are of integers: queries and weights are
+//         rounded to 16 bits then, each row with a scale of its own. Otherwise codes become T.
 //   Codes products of quantised weights (codes.hpp)
 //
 // Every row is summed in an order that depends on nothing but its own length and position: neither
@@ -20,6 +22,7 @@
 constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
 constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
 constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
+constexpr int LARGEST_CODE = 127;    // of keys and values
 constexpr int64_t QUERY_ROWS = 96;   // query heads times tokens attended together
 // Rows so few that each thread prepares all of them for itself, rather than wait for the others.
 constexpr int64_t FEW_ROWS = 8;
@@ -129,6 +132,33 @@ void product(
     }
 }
 
+// c[r][0..32) = (onto ? c : 0) + scale[r] * (sum over k of a[r][k] * w[k][0..32)) of integers.
+template <class P>
+void integer_product(
+    int rows, const int16_t *a, int64_t lda, const typename P::T *w, int64_t steps,
+    const typename P::F *scale, typename P::F *c, int64_t ldc, bool onto) {
+    switch (rows) {
+#define TAILRACE_ROWS(n)                                                                    \
+    case n:                                                                                 \
+        if constexpr (n <= P::R)                                                            \
+            P::template integer_block<n>(a, lda, w, steps, scale, c, ldc, onto);            \
+        break;
+        TAILRACE_ROWS(1)
+        TAILRACE_ROWS(2)
+        TAILRACE_ROWS(3)
+        TAILRACE_ROWS(4)
+        TAILRACE_ROWS(5)
+        TAILRACE_ROWS(6)
+        TAILRACE_ROWS(7)
+        TAILRACE_ROWS(8)
+        TAILRACE_ROWS(9)
+        TAILRACE_ROWS(10)
+        TAILRACE_ROWS(11)
+        TAILRACE_ROWS(12)
+#undef TAILRACE_ROWS
+    }
+}
+
 // The rows of the next block when `left` are left: blocks as equal as they can be.
 template <class P>
 int block_rows(int64_t left) {
@@ -210,14 +240,26 @@ class Model final : public Decoder {
     };
 
     // Where the keys and values of one head lie that are attended together; null: to be left out.
+    // Keys come first, then values: as numbers or as codes.
     struct Round {
-        const KV *keys[KEYS], *values[KEYS];
+        const KV *numbers[2][KEYS];
+        const int8_t *codes[2][KEYS];
+        // Scales of codes that lie one behind another.
+        struct Run {
+            int64_t first, count;
+            const float *scales[2];
+        } runs[KEYS];
+        int64_t num_runs;
     };
 
     struct Private {  // of one thread
         Buffer<F> sums, scores, out, top, total;
         Buffer<A> q, p;
         Buffer<T> keys, values;
+        Buffer<F> key_scales, value_scales;
+        // Of policies whose products with codes are of integers: q and p.
+        Buffer<int16_t> whole_q, whole_p;
+        Buffer<F> q_scale, p_scale;
         Round rounds[2];
         int round = 0;         // the one under way; the other is what comes next
         bool located = false;  // whether the next task's first one is located already
@@ -254,6 +296,12 @@ public:
                 allocate<A>(rows * KEYS),
                 allocate<T>(round_up(s.head_dim, PAIR) / PAIR * KEYS),
                 allocate<T>(padded_dim_ * KEYS / PAIR),
+                allocate<F>(KEYS),
+                allocate<F>(KEYS),
+                allocate<int16_t>(integers() ? rows * padded_dim_ : 0),
+                allocate<int16_t>(integers() ? rows * KEYS : 0),
+                allocate<F>(rows),
+                allocate<F>(rows),
                 {},
                 0,
                 false,
@@ -663,7 +711,10 @@ private:
             for (int64_t k = 0; k < codes.in; k++)
                 data[k] = from[codes.order ? codes.order[k] : k];
         } else {
-            to.scale.get()[r] = integers_of(from, codes, data);
+            const int32_t *order = codes.order;
+            to.scale.get()[r] =
+                order ? integers_of(from, codes.in, [=](int64_t k) { return order[k]; }, data)
+                      : integers_of(from, codes.in, [](int64_t k) { return k; }, data);
             int32_t *sums = to.sums.get() + r * groups;
             const int32_t factor = codes.minimum ? 1 : -(1 << (codes.bits - 1));
             for (int64_t g = 0, k = 0; g < groups; g++) {
@@ -710,10 +761,10 @@ private:
         });
     }
 
-    // A row as integers of at most LARGEST; the return is what one of them stands for. A row that is
-    // not finite has a scale that is not a number.
-    static float integers_of(const A *x, const Codes &codes, int16_t *to) {
-        const int64_t size = codes.in;
+    // A row as integers of at most LARGEST, the one at k of x[at(k)]; the return is what one of them
+    // stands for. A row that is not finite has a scale that is not a number.
+    template <class At>
+    static float integers_of(const A *x, int64_t size, At &&at, int16_t *to) {
         V most = P::zero(), odd = P::zero();
         int64_t i = 0;
         for (; i + W <= size; i += W) {
@@ -735,10 +786,7 @@ private:
             std::memcpy(&bits, &rounded, sizeof bits);
             return static_cast<int16_t>(bits - 0x4b400000u);
         };
-        if (codes.order)
-            for (int64_t k = 0; k < size; k++) to[k] = integer(x[codes.order[k]]);
-        else
-            for (int64_t k = 0; k < size; k++) to[k] = integer(x[k]);
+        for (int64_t k = 0; k < size; k++) to[k] = integer(x[at(k)]);
         return top / LARGEST + fault;
     }
 
@@ -881,11 +929,28 @@ private:
         for (; i < hidden_; i++) to[i] = 0;
     }
 
-    KV *cached(const tailrace_step &step, int64_t block, int64_t layer, int value, int64_t offset)
-        const {
-        const int64_t page = step.block_tokens * kv_size_;
-        return static_cast<KV *>(step.pool) + ((block * s_.layers + layer) * 2 + value) * page +
-               offset * kv_size_;
+    bool integers() const { return P::INTEGERS && s_.kv_codes; }
+
+    // The keys, or the values, of one layer in one block.
+    uint8_t *page(const tailrace_step &step, int64_t block, int64_t layer, int value) const {
+        const int64_t row = s_.kv_codes ? s_.head_dim + int64_t(sizeof(float))
+                                        : s_.head_dim * int64_t(sizeof(KV));
+        return static_cast<uint8_t *>(step.pool) +
+               ((block * s_.layers + layer) * 2 + value) * step.block_tokens * s_.kv_heads * row;
+    }
+    template <class Row>
+    Row *cached(
+        const tailrace_step &step, int64_t block, int64_t layer, int value, int64_t offset,
+        int64_t kv_head) const {
+        return reinterpret_cast<Row *>(page(step, block, layer, value)) + offset * kv_size_ +
+               kv_head * s_.head_dim;
+    }
+    float *scale(
+        const tailrace_step &step, int64_t block, int64_t layer, int value, int64_t offset,
+        int64_t kv_head) const {
+        uint8_t *codes = page(step, block, layer, value);
+        return reinterpret_cast<float *>(codes + step.block_tokens * kv_size_) +
+               kv_head * step.block_tokens + offset;
     }
 
     // q into its buffer, k and v into the pool.
@@ -911,12 +976,53 @@ private:
         const int64_t offset = step.slots[t] % step.block_tokens;
         F *key = row + q_size_ + kv_head * dim;
         if (s_.qk_norm) normalise_head(key, layer.k_norm.get());
-        rotate(key, cos, sin, cached(step, block, l, 0, offset) + kv_head * dim);
         const F *value = row + q_size_ + kv_size_ + kv_head * dim;
-        KV *to = cached(step, block, l, 1, offset) + kv_head * dim;
+        if (s_.kv_codes) {
+            rotate(key, cos, sin, key);
+            for (int v : {0, 1})
+                *scale(step, block, l, v, offset, kv_head) = codes_of(
+                    v ? value : key, dim, cached<int8_t>(step, block, l, v, offset, kv_head));
+            return;
+        }
+        rotate(key, cos, sin, cached<KV>(step, block, l, 0, offset, kv_head));
+        KV *to = cached<KV>(step, block, l, 1, offset, kv_head);
         int64_t i = 0;
         for (; i + W <= dim; i += W) P::store(to + i, P::load(value + i));
         for (; i < dim; i++) narrow(value[i], to[i]);
+    }
+
+    // A row as integers of at most LARGEST_CODE; the return is what one of them stands for. A row that
+    // is not finite has a scale that is not a number.
+    static float codes_of(const F *x, int64_t size, int8_t *to) {
+        V most = P::zero(), odd = P::zero();
+        int64_t i = 0;
+        for (; i + W <= size; i += W) {
+            const V v = P::load(x + i);
+            most = P::max(most, P::max(v, P::sub(P::zero(), v)));
+            odd = P::add(odd, P::sub(v, v));
+        }
+        F top = P::top(most), fault = P::sum(odd);
+        for (; i < size; i++) {
+            top = std::max(top, std::abs(x[i]));
+            fault += x[i] - x[i];
+        }
+        const float scale = float(top / F(LARGEST_CODE));
+        const F unit = scale > 0 ? F(scale) : F(1);
+        // 1.5 * 2^23 (2^52) leaves no fraction: the nearest integer, the even one of two.
+        constexpr F large = EXACT ? F(6755399441055744.0) : F(12582912.0);
+        // What is not a number comes out as a bound.
+        const auto put = [&](int64_t at, F code) {
+            to[at] = static_cast<int8_t>(
+                std::max(F(-LARGEST_CODE), std::min(F(LARGEST_CODE), code)));
+        };
+        for (i = 0; i + W <= size; i += W) {
+            const V code = P::add(P::div(P::load(x + i), P::set1(unit)), P::set1(large));
+            F codes[W];
+            P::store(codes, P::sub(code, P::set1(large)));
+            for (int j = 0; j < W; j++) put(i + j, codes[j]);
+        }
+        for (; i < size; i++) put(i, (x[i] / unit + large) - large);
+        return scale + float(fault);
     }
 
     void normalise_head(F *x, const F *weight) const {
@@ -926,7 +1032,7 @@ private:
         for (int64_t i = 0; i < s_.head_dim; i++) x[i] = x[i] * factor * weight[i];
     }
 
-    // The pairs (x[i], x[i + dim / 2]), as transformers has them.
+    // The pairs (x[i], x[i + dim / 2]), as transformers has them. `to` may be x.
     template <class To>
     void rotate(const F *x, const F *cos, const F *sin, To *to) const {
         const int64_t half = s_.head_dim / 2;
@@ -938,8 +1044,9 @@ private:
             P::store(to + half + i, P::add(P::mul(b, c), P::mul(a, s)));
         }
         for (; i < half; i++) {
-            narrow(x[i] * cos[i] - x[half + i] * sin[i], to[i]);
-            narrow(x[half + i] * cos[i] + x[i] * sin[i], to[half + i]);
+            const F a = x[i], b = x[half + i];
+            narrow(a * cos[i] - b * sin[i], to[i]);
+            narrow(b * cos[i] + a * sin[i], to[half + i]);
         }
     }
 
@@ -1036,6 +1143,14 @@ private:
         for (int64_t r = 0; r < rows; r++) {
             const A *from = q_.get() + (queries.token + r / group) * q_size_ +
                             (kv_head * group + r % group) * dim;
+            if constexpr (P::INTEGERS)
+                if (s_.kv_codes) {
+                    mine.q_scale[r] =
+                        integers_of(
+                            from, dim, [](int64_t k) { return P::place_of(k); },
+                            mine.whole_q.get() + r * ld);
+                    continue;
+                }
             std::copy_n(from, dim, mine.q.get() + r * ld);
         }
         std::fill_n(mine.out.get(), rows * ld, F(0));
@@ -1062,21 +1177,37 @@ private:
             const int64_t value_steps = round_up(high, PAIR) / PAIR;
             for (int64_t r = from; r < to;) {
                 const int n = block_rows<P>(to - r);
-                for (int64_t g = 0; g < panels; g++)
-                    product<P>(
-                        n, mine.q.get() + r * ld, ld, mine.keys.get() + g * dim_steps * GROUP,
-                        dim_steps, mine.scores.get() + r * KEYS + g * GROUP, KEYS, false);
+                for (int64_t g = 0; g < panels; g++) {
+                    const T *keys = mine.keys.get() + g * dim_steps * GROUP;
+                    F *scores = mine.scores.get() + r * KEYS + g * GROUP;
+                    if constexpr (P::INTEGERS)
+                        if (s_.kv_codes) {
+                            integer_product<P>(
+                                n, mine.whole_q.get() + r * ld, ld, keys, dim_steps,
+                                mine.q_scale.get() + r, scores, KEYS, false);
+                            continue;
+                        }
+                    product<P>(n, mine.q.get() + r * ld, ld, keys, dim_steps, scores, KEYS, false);
+                }
                 for (int i = 0; i < n; i++) {
                     const int64_t position = queries.position + (r + i) / group - base;
                     soften(
                         r + i, std::max<int64_t>(position - width + 1, 0),
                         std::min(position + 1, high), panels * GROUP, mine);
                 }
-                for (int64_t g = 0; g < ld / GROUP; g++)
+                for (int64_t g = 0; g < ld / GROUP; g++) {
+                    const T *values = mine.values.get() + g * (KEYS / PAIR) * GROUP;
+                    F *out = mine.out.get() + r * ld + g * GROUP;
+                    if constexpr (P::INTEGERS)
+                        if (s_.kv_codes) {
+                            integer_product<P>(
+                                n, mine.whole_p.get() + r * KEYS, KEYS, values, value_steps,
+                                mine.p_scale.get() + r, out, ld, true);
+                            continue;
+                        }
                     product<P>(
-                        n, mine.p.get() + r * KEYS, KEYS,
-                        mine.values.get() + g * (KEYS / PAIR) * GROUP, value_steps,
-                        mine.out.get() + r * ld + g * GROUP, ld, true);
+                        n, mine.p.get() + r * KEYS, KEYS, values, value_steps, out, ld, true);
+                }
                 r += n;
             }
         }
@@ -1096,6 +1227,9 @@ private:
     void soften(int64_t row, int64_t low, int64_t high, int64_t size, Private &mine) const {
         constexpr F none = -std::numeric_limits<F>::infinity();
         F *scores = mine.scores.get() + row * KEYS;
+        if (s_.kv_codes)
+            for (int64_t i = 0; i < size; i += W)
+                P::store(scores + i, P::mul(P::load(scores + i), P::load(mine.key_scales.get() + i)));
         for (int64_t i = 0; i < low; i++) scores[i] = none;
         for (int64_t i = high; i < size; i++) scores[i] = none;
         const V scale = P::set1(scale_);
@@ -1104,11 +1238,33 @@ private:
         const F top = std::max(mine.top[row], P::top(most) * scale_);
         const V shift = P::set1(top);
         V sum = P::zero();
-        A *p = mine.p.get() + row * KEYS;
-        for (int64_t i = 0; i < size; i += W) {
-            const V weight = P::exp(P::sub(P::mul(P::load(scores + i), scale), shift));
-            sum = P::add(sum, weight);
-            P::store(p + i, weight);
+        // Values that are codes weigh what they stand for.
+        const F *units = s_.kv_codes ? mine.value_scales.get() : nullptr;
+        const auto weigh = [&](auto &&put) {
+            for (int64_t i = 0; i < size; i += W) {
+                const V weight = P::exp(P::sub(P::mul(P::load(scores + i), scale), shift));
+                sum = P::add(sum, weight);
+                put(i, units ? P::mul(weight, P::load(units + i)) : weight);
+            }
+        };
+        if constexpr (P::INTEGERS)
+            if (units) {
+                V heaviest = P::zero(), odd = P::zero();
+                weigh([&](int64_t i, V weight) {
+                    heaviest = P::max(heaviest, weight);
+                    odd = P::add(odd, P::sub(weight, weight));
+                    P::store(scores + i, weight);
+                });
+                const F largest = P::top(heaviest);
+                const V inverse = P::set1(largest > 0 ? F(LARGEST) / largest : F(0));
+                int16_t *p = mine.whole_p.get() + row * KEYS;
+                for (int64_t i = 0; i < size; i += W)
+                    P::store_integers(p + i, P::mul(P::load(scores + i), inverse));
+                mine.p_scale[row] = largest / F(LARGEST) + P::sum(odd);
+            }
+        if (!P::INTEGERS || !units) {
+            A *p = mine.p.get() + row * KEYS;
+            weigh([&](int64_t i, V weight) { P::store(p + i, weight); });
         }
         if (top > mine.top[row]) {
             const F shrink = std::exp(mine.top[row] - top);
@@ -1121,18 +1277,15 @@ private:
         mine.total[row] += P::sum(sum);
     }
 
-    // found(position, count, keys, values) for every run of positions that lie one behind another.
+    // found(position, count, block, offset) for every run of positions that lie one behind another.
     template <class Found>
     void each_run(
-        const tailrace_step &step, int64_t request, int64_t layer, int64_t from, int64_t to,
-        Found &&found) const {
+        const tailrace_step &step, int64_t request, int64_t from, int64_t to, Found &&found) const {
         const int32_t *table = step.block_table + request * step.columns;
         int64_t block = from / step.block_tokens, offset = from % step.block_tokens;
         for (; from < to; block++, offset = 0) {
             const int64_t count = std::min(step.block_tokens - offset, to - from);
-            found(
-                from, count, cached(step, table[block], layer, 0, offset),
-                cached(step, table[block], layer, 1, offset));
+            found(from, count, table[block], offset);
             from += count;
         }
     }
@@ -1144,28 +1297,55 @@ private:
         const Queries &queries = *task.queries;
         const int64_t low = std::max(first_key(queries), base);
         const int64_t high = std::min(stop_key(queries), base + KEYS);
-        std::fill_n(round.keys, KEYS, nullptr);
-        std::fill_n(round.values, KEYS, nullptr);
-        each_run(step, queries.request, layer, low, high,
-                 [&](int64_t position, int64_t count, const KV *k, const KV *v) {
-                     k += task.kv_head * s_.head_dim;
-                     v += task.kv_head * s_.head_dim;
-                     for (int64_t i = 0; i < count; i++) {
-                         round.keys[position - base + i] = k + i * kv_size_;
-                         round.values[position - base + i] = v + i * kv_size_;
-                     }
-                 });
+        for (int v : {0, 1}) {
+            std::fill_n(round.numbers[v], s_.kv_codes ? 0 : KEYS, nullptr);
+            std::fill_n(round.codes[v], s_.kv_codes ? KEYS : 0, nullptr);
+        }
+        round.num_runs = 0;
+        each_run(
+            step, queries.request, low, high,
+            [&](int64_t position, int64_t count, int64_t block, int64_t offset) {
+                const int64_t first = position - base;
+                auto &run = round.runs[round.num_runs++];
+                run = {first, count, {}};
+                for (int v : {0, 1}) {
+                    const auto line_up = [&](const auto *row, const auto **to) {
+                        for (int64_t i = 0; i < count; i++) to[first + i] = row + i * kv_size_;
+                    };
+                    if (!s_.kv_codes) {
+                        line_up(
+                            cached<KV>(step, block, layer, v, offset, task.kv_head),
+                            round.numbers[v]);
+                        continue;
+                    }
+                    line_up(
+                        cached<int8_t>(step, block, layer, v, offset, task.kv_head),
+                        round.codes[v]);
+                    run.scales[v] = scale(step, block, layer, v, offset, task.kv_head);
+                }
+            });
     }
 
     // Asks memory for keys and values [from, to) of a round. Inlined, since GCC takes a call that
     // does nothing else for one without effect, and drops it.
     [[gnu::always_inline]] void fetch(const Round &round, int64_t from, int64_t to) const {
-        const int64_t bytes = s_.head_dim * int64_t(sizeof(KV));
+        const int64_t bytes = s_.head_dim * (s_.kv_codes ? 1 : int64_t(sizeof(KV)));
         for (int64_t i = from; i < to; i++)
-            for (const KV *row : {round.keys[i], round.values[i]})
+            for (int v : {0, 1}) {
+                const void *row = s_.kv_codes ? static_cast<const void *>(round.codes[v][i])
+                                              : round.numbers[v][i];
                 if (row)
                     for (int64_t b = 0; b < bytes; b += 64)
-                        __builtin_prefetch(reinterpret_cast<const char *>(row) + b, 0, 2);
+                        __builtin_prefetch(static_cast<const char *>(row) + b, 0, 2);
+            }
+        if (!s_.kv_codes) return;
+        for (int64_t r = 0; r < round.num_runs; r++) {
+            const auto &run = round.runs[r];
+            if (run.first < from || run.first >= to) continue;
+            for (int v : {0, 1})
+                for (int64_t i = 0; i < run.count; i += 16)
+                    __builtin_prefetch(run.scales[v] + i, 0, 2);
+        }
     }
 
     // The first `high` keys of a round as panels, and the round that comes asked for meanwhile. Keys
@@ -1177,13 +1357,27 @@ private:
         const int64_t panels = key_panels + padded_dim_ / GROUP;
         for (int64_t g = 0; g < panels; g++) {
             if (coming) fetch(*coming, g * KEYS / panels, (g + 1) * KEYS / panels);
-            if (g < key_panels)
-                P::pack_keys(
-                    round.keys + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);
+            const auto pack = [&](const auto &rows) {
+                if (g < key_panels)
+                    P::pack_keys(
+                        rows[0] + g * GROUP, s_.head_dim, mine.keys.get() + g * steps * GROUP);
+                else
+                    P::pack_values(
+                        rows[1], round_up(high, PAIR) / PAIR, (g - key_panels) * GROUP,
+                        s_.head_dim, mine.values.get() + (g - key_panels) * (KEYS / PAIR) * GROUP);
+            };
+            if (s_.kv_codes)
+                pack(round.codes);
             else
-                P::pack_values(
-                    round.values, round_up(high, PAIR) / PAIR, (g - key_panels) * GROUP,
-                    s_.head_dim, mine.values.get() + (g - key_panels) * (KEYS / PAIR) * GROUP);
+                pack(round.numbers);
+        }
+        if (!s_.kv_codes) return;
+        std::fill_n(mine.key_scales.get(), KEYS, F(0));
+        std::fill_n(mine.value_scales.get(), KEYS, F(0));
+        for (int64_t r = 0; r < round.num_runs; r++) {
+            const auto &run = round.runs[r];
+            std::copy_n(run.scales[0], run.count, mine.key_scales.get() + run.first);
+            std::copy_n(run.scales[1], run.count, mine.value_scales.get() + run.first);
         }
     }
 

@@ -17,6 +17,7 @@ inline float widen(bf16 x) {
     return wide;
 }
 inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return x; }
 inline double widen(double x) { return x; }
 
 inline void narrow(float x, bf16 &to) {

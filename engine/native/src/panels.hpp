@@ -7,6 +7,7 @@ struct Plain {
     using M = Stored;
     using T = Number;
     static constexpr int PAIR = 1;
+    static constexpr bool INTEGERS = false;
 
     static M term(const KV *row, int64_t k, int64_t) { return row[k]; }
 
@@ -17,13 +18,17 @@ struct Plain {
         plain_block<P, R>(a, lda, w, steps, c, ldc, add, ahead);
     }
 
-    static void pack_keys(const KV *const *rows, int64_t dim, T *to) {
+    // Rows are numbers, or codes, which are numbers of their own until scales multiply what comes of
+    // them.
+    template <class Row>
+    static void pack_keys(const Row *const *rows, int64_t dim, T *to) {
         for (int j = 0; j < GROUP; j++)
             for (int64_t k = 0; k < dim; k++) to[k * GROUP + j] = rows[j] ? widen(rows[j][k]) : T(0);
     }
 
+    template <class Row>
     static void pack_values(
-        const KV *const *rows, int64_t steps, int64_t first, int64_t dim, T *to) {
+        const Row *const *rows, int64_t steps, int64_t first, int64_t dim, T *to) {
         const int64_t count = std::min<int64_t>(GROUP, dim - first);
         for (int64_t k = 0; k < steps; k++, to += GROUP)
             for (int64_t j = 0; j < GROUP; j++)

@@ -31,6 +31,27 @@ def test_both_backends_compute_every_family_in_every_dtype(backend):
             assert lacks(backend, replace(EVERYTHING, activation=activation), dtype) is None
 
 
+@pytest.mark.parametrize("backend", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_both_backends_keep_kv_in_the_dtype_of_activations_or_as_codes(backend, dtype):
+    for kv_dtype in ("auto", dtype, "int8"):
+        assert lacks(backend, EVERYTHING, dtype, kv_dtype) is None
+    other = "float64" if dtype == "float32" else "float32"
+    assert lacks(backend, EVERYTHING, dtype, other) == (
+        f"{backend} does not compute kv_dtype {other} with activations in {dtype}: "
+        f"only {dtype}, int8"
+    )
+
+
+@pytest.mark.parametrize("backend", CAPABILITIES)
+def test_codes_need_heads_behind_which_their_scales_are_aligned(backend):
+    odd = replace(EVERYTHING, head_dim=10)
+    assert lacks(backend, odd, "float32") is None
+    assert "int8 for heads of 10: only multiples of 4" in str(
+        lacks(backend, odd, "float32", "int8")
+    )
+
+
 @pytest.fixture
 def poorer(monkeypatch):
     """Replaces columns of one backend's row."""
@@ -59,8 +80,22 @@ def test_each_thing_a_backend_lacks_is_named(poorer, columns, message):
 
 def test_a_model_that_no_backend_computes_is_refused_with_the_reason(poorer):
     poorer("torch", dtypes=("bfloat16",))
-    with pytest.raises(ConfigError, match=r"dtype float64: only bfloat16: use a model or dtype"):
+    with pytest.raises(ConfigError, match=r"dtype float64: only bfloat16: use a model, dtype"):
         load_model(ModelConfig(name="m", source="tiny"))
+
+
+@pytest.mark.parametrize(
+    ("source", "kv_dtype", "message"),
+    [
+        ("tiny", "int8", r"kv_dtype int8 with activations in float64: only float64: use a model"),
+        ("tiny", "bfloat16", r"kv_dtype bfloat16 with activations in float64"),
+        ("fake", "int8", r"kv_dtype='int8': the fake model's KV holds token ids in float64"),
+    ],
+)
+def test_kv_that_no_backend_keeps_is_refused_with_the_reason(poorer, source, kv_dtype, message):
+    poorer("torch", kv_dtypes=())
+    with pytest.raises(ConfigError, match=message):
+        load_model(ModelConfig(name="m", source=source, kv_dtype=kv_dtype))
 
 
 @pytest.mark.skipif(native_available("float32") is not None, reason="not built")

@@ -101,6 +101,24 @@ def test_native_and_torch_quantise_alike(quantisation):
     assert (logits(native) - logits(torchs)).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_kv_as_codes_is_near_the_original_and_has_a_fingerprint_of_its_own(backend):
+    if backend == "native" and native_available("float64") is not None:
+        pytest.skip("not built")
+
+    def load(**options):
+        return load_model(ModelConfig(name="m", source="tiny", backend=backend, **options))
+
+    plain, codes = load(), load(kv_dtype="int8")
+    assert load(kv_dtype="float64").layout == plain.layout
+    assert codes.layout.fingerprint != plain.layout.fingerprint
+    assert codes.layout == load_model(ModelConfig(name="m", source="tiny", kv_dtype="int8")).layout
+    assert (plain.dtype, plain.layout.dtype) == ("float64", "float64")
+    assert (codes.dtype, codes.layout.dtype) == ("float64", "int8")
+    want = logits(plain)
+    assert 0 < float((logits(codes) - want).abs().mean()) < 0.05 * float(want.std())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

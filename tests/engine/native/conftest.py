@@ -58,14 +58,17 @@ def random_tensors(architecture, seed=0):
     return tensors
 
 
-def small_decoder(kind, *, num_threads=1, library=None, **changes):
+def small_decoder(kind, *, num_threads=1, library=None, kv_codes=False, **changes):
     dtype, variant = kind
+    if kv_codes:
+        changes = {"head_dim": 12} | changes
     architecture = replace(SMALL, **changes)
     return NativeDecoder(
         architecture,
         random_tensors(architecture),
         dtype=dtype,
         fingerprint="small",
+        kv_codes=kv_codes,
         variant=variant,
         num_threads=num_threads,
         library=library,
@@ -86,7 +89,7 @@ class Batch:
             self.blocks.append(tuple(shuffled[:count]))
             shuffled = shuffled[count:]
         self.pool = KVPool(model.layout, sum(counts) + 1, block_tokens)
-        self.pool.data.fill_(math.nan)
+        self.pool.data.fill_(255 if model.layout.coded else math.nan)
 
     def inputs(self, ids=None):
         """Of one pass over every request's last tokens."""

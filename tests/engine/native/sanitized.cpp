@@ -119,8 +119,10 @@ static void exercise(const tailrace_shape &shape, int64_t block_tokens, int64_t 
     const int64_t num_blocks = 1 + columns * static_cast<int64_t>(requests.size());
     const int wide = dtype == TAILRACE_FLOAT64 ? TAILRACE_FLOAT64 : TAILRACE_FLOAT32;
     const size_t width = wide == TAILRACE_FLOAT64 ? 8 : 4;
+    const int64_t rows = num_blocks * shape.layers * 2 * block_tokens * shape.kv_heads;
     Numbers pool(
-        dtype, num_blocks * shape.layers * 2 * block_tokens * kv,
+        shape.kv_codes ? int(TAILRACE_FLOAT32) : dtype,
+        shape.kv_codes ? rows * (shape.head_dim / 4 + 1) : rows * shape.head_dim,
         std::numeric_limits<double>::quiet_NaN(), 0);
     Numbers cos(wide, angles * shape.head_dim / 2, 0, 0.5);
     Numbers sin(wide, angles * shape.head_dim / 2, 0, 0.5);
@@ -212,7 +214,7 @@ int main() {
                 shape.layers = 2;
                 shape.heads = odd ? 3 : 4;
                 shape.kv_heads = odd ? 1 : 2;
-                shape.head_dim = odd ? 10 : 64;
+                shape.head_dim = odd ? 12 : 64;
                 shape.inner = odd ? 21 : 48;
                 shape.window = odd ? 11 : 0;
                 shape.norm_eps = 1e-5;
@@ -221,6 +223,8 @@ int main() {
                 shape.variant = variant;
                 shape.threads = odd ? 3 : 1;
                 for (int64_t codes : {0, 4, 8}) exercise(shape, odd ? 5 : 16, codes);
+                shape.kv_codes = 1;
+                exercise(shape, odd ? 5 : 16, 0);
             }
         }
     std::printf("%lld\n", static_cast<long long>(passes));

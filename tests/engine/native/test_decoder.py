@@ -5,7 +5,7 @@ import torch
 
 from engine.execution.pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.tiny import TINY_ARCHITECTURE, tiny_model, tiny_tensors
+from engine.models.tiny import TINY_ARCHITECTURE, tiny_tensors
 from engine.native.decoder import NativeDecoder
 from engine.native.library import native_available
 
@@ -28,7 +28,16 @@ def alone(make, model, block_tokens=16):
     return rows
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "qkv_bias": True}, {"window": 9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qk_norm": True, "qkv_bias": True},
+        {"window": 9},
+        {"kv_codes": True},
+        {"kv_codes": True, "window": 9, "head_dim": 68},
+    ],
+)
 @pytest.mark.parametrize("block_tokens", [5, 16, 256])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_pages_batches_chunks_and_threads_do_not_change_a_bit(
@@ -69,9 +78,10 @@ def test_logits_are_wide_and_unrounded(kind, make):
     assert (got != got.to(torch.bfloat16).to(got.dtype)).any()
 
 
-def test_a_request_that_is_not_a_number_does_not_spread(kind, make):
+@pytest.mark.parametrize("kv_codes", [False, True])
+def test_a_request_that_is_not_a_number_does_not_spread(kind, make, kv_codes):
     """Not to its neighbours, and not through memory that later passes use again."""
-    model = make.decoder(kind)
+    model = make.decoder(kind, kv_codes=kv_codes)
     want = alone(make, model)
     batch = make.batch(model, [(1, 20), (33, 33)])  # the first one's past is NaN
     flat, positions, step = batch.inputs([prompts()[0], prompts()[2]])
@@ -136,9 +146,10 @@ def test_kv_is_that_of_torch_within_rounding_under_one_fingerprint(kind, make):
 
 
 @pytest.mark.skipif(native_available("float64") is not None, reason="not built")
+@pytest.mark.parametrize("kv_codes", [False, True])
 @pytest.mark.parametrize("block_tokens", [8, 256])
 @pytest.mark.parametrize("size", [1, 7, 44])
-def test_the_tiny_model_in_float64_says_what_torch_says(make, block_tokens, size):
+def test_the_tiny_model_in_float64_says_what_torch_says(make, block_tokens, size, kv_codes):
     ids = list(b"The quick brown fox jumps over the lazy dog.")
 
     def greedy(model, size, block_tokens):
@@ -154,8 +165,7 @@ def test_the_tiny_model_in_float64_says_what_torch_says(make, block_tokens, size
             first = stop
         return tokens
 
-    native = NativeDecoder(
-        TINY_ARCHITECTURE, tiny_tensors(), dtype=torch.float64, fingerprint="tiny", num_threads=2
-    )
-    want = greedy(tiny_model(), 44, 16)
+    options = {"dtype": torch.float64, "fingerprint": "tiny", "kv_codes": kv_codes}
+    native = NativeDecoder(TINY_ARCHITECTURE, tiny_tensors(), num_threads=2, **options)
+    want = greedy(Decoder(TINY_ARCHITECTURE, tiny_tensors(), **options), 44, 16)
     assert greedy(native, size, block_tokens) == want

@@ -175,6 +175,7 @@ def manifest(**changes) -> Manifest:
     values = {
         "fingerprint": "f",
         "dtype": "float32",
+        "scale_dtype": "",
         "num_layers": 3,
         "num_kv_heads": 2,
         "head_dim": 4,
@@ -198,6 +199,7 @@ def test_a_manifest_survives_the_wire():
     [
         {"fingerprint": "other"},
         {"dtype": "bfloat16"},
+        {"scale_dtype": "float32"},
         {"num_layers": 2},
         {"head_dim": 8},
         {"head_range": (0, 1)},
@@ -213,7 +215,7 @@ def test_kv_of_anything_else_is_refused(change):
     assert caught.value.stage == "offer"
 
 
-@pytest.mark.parametrize("wire", [[], [2], [1, 2, 3], [1] * 13])
+@pytest.mark.parametrize("wire", [[], [2], [3, 2, 3], [3] * 14])
 def test_a_malformed_manifest_is_a_transfer_error(wire):
     with pytest.raises(TransferError):
         Manifest.from_wire(wire)

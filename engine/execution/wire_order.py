@@ -1,0 +1,56 @@
+"""The order in which KV travels: what a payload holds, as views into its bytes.
+
+A payload is some layers of some tokens and heads: layer, K then V, and of those
+
+    numbers   token, head, dim
+    codes     int8 (token, head, dim), then their float32 scales (head, token)
+
+which is how a whole block lies in a pool. Neither side's page size or tensor parallelism shows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.models.model import SCALE_BYTES
+
+if TYPE_CHECKING:
+    from engine.models.model import KVLayout
+
+
+def wire_views(
+    payload: memoryview | bytes | bytearray | NDArray[np.uint8],
+    layout: KVLayout,
+    num_layers: int,
+    num_heads: int,
+) -> tuple[NDArray[np.uint8], ...]:
+    """Views `[layers, 2, tokens, heads, bytes]` that share the payload's memory.
+
+    One of the numbers; or two, of the codes and of their scales. Who cuts or joins payloads by
+    layer, token or head does it to each of them alike. Writable where the payload is. Raises
+    ValueError for a payload that is not a whole number of tokens.
+    """
+    runs = np.frombuffer(payload, dtype=np.uint8).reshape(num_layers, 2, -1)
+    num_tokens, rest = divmod(runs.shape[2], num_heads * layout.row_bytes)
+    if rest:
+        raise ValueError(f"{rest} bytes behind {num_tokens} tokens of {num_heads} heads")
+    width = layout.head_dim * layout.itemsize
+    split = num_tokens * num_heads * width
+    numbers = runs[:, :, :split].reshape(num_layers, 2, num_tokens, num_heads, width)
+    if not layout.coded:
+        return (numbers,)
+    scales = runs[:, :, split:].reshape(num_layers, 2, num_heads, num_tokens, SCALE_BYTES)
+    return numbers, scales.swapaxes(2, 3)
+
+
+def sound_scales(
+    payload: memoryview | bytes | bytearray, layout: KVLayout, num_layers: int, num_heads: int
+) -> bool:
+    """Whether every scale in a payload of a coded layout is one that codes can have."""
+    _, scales = wire_views(payload, layout, num_layers, num_heads)
+    found = np.ascontiguousarray(scales).view(np.float32)
+    # NaN and infinity fail one or the other.
+    return bool(((found >= 0) & (found < np.inf)).all())
