@@ -50,6 +50,7 @@ def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltE
         num_blocks=config.num_blocks,
         block_tokens=config.block_tokens,
         prefix_caching=config.prefix_caching,
+        reuse_tokens=config.resolved_reuse_tokens,
     )
     pool = KVPool(model.layout, cache.num_blocks, cache.block_tokens, model.device)
     blocks = BlockManager(cache, model.layout.fingerprint)

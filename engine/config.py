@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.models.shard import Grid
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 Backend = Literal["auto", "native", "torch"]
@@ -14,6 +15,8 @@ Quantisation = Literal["keep", "none", "int8", "int4"]
 KVDType = Literal["auto", "float64", "float32", "bfloat16", "int8"]
 
 QUANTISATION_GROUPS = (32, 64, 128)
+
+DEFAULT_REUSE_TOKENS = 32
 
 
 def _at_least(name: str, value: float, low: float, why: str = "") -> None:
@@ -80,10 +83,21 @@ class CacheConfig:
     """Tokens per block, which is also the unit of prefix hashing."""
 
     prefix_caching: bool = True
+    reuse_tokens: int | None = None
+    """Of a block that a prompt shares in part, runs of so many leading tokens are found and copied:
+    it divides `block_tokens`. None: only whole blocks are shared. Large blocks, as GPU kernels want
+    them, would otherwise find no prefix that is shorter."""
 
     def __post_init__(self) -> None:
         _at_least("num_blocks", self.num_blocks, 2, "block 0 is reserved")
         _at_least("block_tokens", self.block_tokens, 1)
+        if self.reuse_tokens is not None:
+            _at_least("reuse_tokens", self.reuse_tokens, 1)
+            if self.block_tokens % self.reuse_tokens:
+                raise ConfigError(
+                    f"reuse_tokens={self.reuse_tokens}: must divide block_tokens="
+                    f"{self.block_tokens}"
+                )
 
     @property
     def capacity_tokens(self) -> int:
@@ -141,9 +155,20 @@ class EngineConfig:
     """Overrides `kv_memory_bytes`."""
 
     prefix_caching: bool = True
+    reuse_tokens: int | None = None
+    """See `CacheConfig.reuse_tokens`. None: 32 where blocks are a larger multiple of that, else
+    whole blocks; as many as `block_tokens`: whole blocks."""
+
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_threads: int | None = None
-    """Compute threads. None: one per core this process may use."""
+    """Compute threads, of each rank. None: one per core this process may use, shared by the ranks
+    of this machine."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer. KV heads go to ranks in runs as even as possible."""
+
+    pipeline_parallel: int = 1
+    """Stages of layers, each of `tensor_parallel` ranks."""
 
     def __post_init__(self) -> None:
         _at_least("kv_memory_bytes", self.kv_memory_bytes, 1)
@@ -152,3 +177,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
+        _ = self.grid
+
+    @property
+    def resolved_reuse_tokens(self) -> int | None:
+        """What the cache is told."""
+        if self.reuse_tokens is not None:
+            return self.reuse_tokens
+        large = self.block_tokens > DEFAULT_REUSE_TOKENS
+        fits = self.block_tokens % DEFAULT_REUSE_TOKENS == 0
+        return DEFAULT_REUSE_TOKENS if large and fits else None
+
+    @property
+    def grid(self) -> Grid:
+        """How ranks are arranged. Raises ConfigError for sizes out of range."""
+        return Grid(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)

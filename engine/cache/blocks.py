@@ -8,10 +8,18 @@ A block is in exactly one of three places:
 
 Blank blocks are handed out first, then evictable ones, least recently used first. Tables only grow
 at the end: a step in flight may hold them, so two blocks of equal content are left as they are.
+
+With `reuse_tokens` the leading parts of a block are known by hash as well. A prompt that shares
+part of a block gets a block of its own and a copy of that part (`BlockCopy`), made by whoever
+computes the next step; both blocks are held until it is made.
+
+    |<- shared whole ->|<- copied ->|<- computed ->|
+    0        block_tokens      + reuse_tokens      len(token_ids)
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +58,15 @@ class Cleared:
 CacheEvent = Stored | Removed | Cleared
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first `num_tokens` tokens of `source` are also those of `target`, which is new."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class _Table:
     blocks: list[int]
@@ -57,6 +74,9 @@ class _Table:
     """Hash of the last hashed block; None once its content no longer belongs to the cache."""
 
     num_hashed: int
+    num_parts: int = 0
+    """Known leading parts of the block behind the hashed ones."""
+
     frozen: tuple[int, ...] | None = None
     """`tuple(blocks)` while it is current: plans are made far more often than tables grow."""
 
@@ -65,6 +85,15 @@ class _Table:
 class _Lease:
     blocks: tuple[int, ...]
     deadline: float
+
+
+@dataclass(slots=True)
+class _Copying:
+    request_id: RequestId | None
+    """Whose block is the target; None once it was given up."""
+
+    copy: BlockCopy
+    in_flight: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +129,11 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._tables: dict[RequestId, _Table] = {}
         self._leases: dict[LeaseId, _Lease] = {}
+        self._reuse_tokens = config.reuse_tokens or config.block_tokens
+        self._shares_parts = self._reuse_tokens < config.block_tokens
+        self._parts: list[list[bytes]] = [[] for _ in range(config.num_blocks)]
+        self._by_part: dict[bytes, list[int]] = {}
+        self._copying: list[_Copying] = []
         self._events: deque[CacheEvent] = deque()
         self._lookup = _Lookup()
 
@@ -170,11 +204,19 @@ class BlockManager:
     # A request's blocks
 
     def allocate(
-        self, request_id: RequestId, token_ids: Sequence[int], salt: str, num_tokens: int
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        salt: str,
+        num_tokens: int,
+        *,
+        copies: bool = True,
     ) -> int | None:
         """Give a request a table for `num_tokens` positions, its cached prefix shared.
 
-        Returns how many leading tokens are cached; None, with nothing changed: no room.
+        Returns how many leading tokens are cached; None, with nothing changed: no room. Without
+        `copies` that is whole blocks; with them the part behind may count too, and is there once
+        the copies of the next step are made.
         """
         assert request_id not in self._tables, f"{request_id} already has blocks"
         hits = self._hits(token_ids, salt)
@@ -182,11 +224,26 @@ class BlockManager:
             return None
         for block in hits:  # before taking any: a hit must not be evicted for its own request
             self._hold(block)
-        parent = self._lookup.hashes[len(hits) - 1] if hits else self._root(salt)
-        table = _Table(blocks=hits, parent=parent, num_hashed=len(hits))
-        num_cached = len(hits) * self._block_tokens
+        num_whole = len(hits)
+        parent = self._lookup.hashes[num_whole - 1] if hits else self._root(salt)
+        table = _Table(blocks=hits, parent=parent, num_hashed=num_whole)
+        num_cached = num_whole * self._block_tokens
+        source, num_copied = None, 0
+        if copies and self._shares_parts and parent is not None:
+            source, num_copied = self._part_hit(parent, token_ids, num_cached)
+        if source is not None:
+            self._hold(source)
+            missing = self.config.blocks_for(num_tokens) - num_whole
+            if missing > self.num_free_blocks:  # the source was the last free one
+                self._let_go((source,))
+                source, num_copied = None, 0
         self._tables[request_id] = table
         self._grow(table, num_tokens)
+        if source is not None:
+            target = table.blocks[num_whole]
+            self._hold(target)
+            self._copying.append(_Copying(request_id, BlockCopy(source, target, num_copied)))
+            num_cached += num_copied
         self.num_query_tokens += len(token_ids)
         self.num_hit_tokens += num_cached
         return num_cached
@@ -204,19 +261,43 @@ class BlockManager:
     def commit(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """The KV of `token_ids[:num_computed]` is in the blocks: make the full ones shareable."""
         table = self._tables[request_id]
-        num_full = num_computed // self._block_tokens
-        if num_full <= table.num_hashed or table.parent is None:
+        if table.parent is None:
             return
+        num_full = num_computed // self._block_tokens
         for index in range(table.num_hashed, num_full):
             first = index * self._block_tokens
+            self._store_parts(table, index, token_ids, first + self._block_tokens)
             digest = block_hash(table.parent, token_ids[first : first + self._block_tokens])
             self._store(table.blocks[index], digest, table.parent)
             table.parent = digest
-        table.num_hashed = num_full
+            table.num_parts = 0
+            table.num_hashed = index + 1
+        if self._shares_parts and num_computed > table.num_hashed * self._block_tokens:
+            self._store_parts(table, table.num_hashed, token_ids, num_computed)
 
     def free(self, request_id: RequestId) -> None:
-        """Give a request's blocks up. Leases on them stay."""
+        """Give a request's blocks up. Leases on them stay, and so do copies that are being made."""
         self._let_go(self._tables.pop(request_id).blocks)
+        for copying in [c for c in self._copying if c.request_id == request_id]:
+            copying.request_id = None
+            if not copying.in_flight:
+                self._end_copy(copying)
+
+    # Copies of parts of blocks
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies to make before the next pass computes, in any order. Answer with
+        `settle_copies`."""
+        for copying in self._copying:
+            copying.in_flight = True
+        return tuple(copying.copy for copying in self._copying)
+
+    def settle_copies(self, *, made: bool) -> None:
+        """The copies taken last were made; or not, and those still wanted are taken again."""
+        for copying in [c for c in self._copying if c.in_flight]:
+            copying.in_flight = False
+            if made or copying.request_id is None:
+                self._end_copy(copying)
 
     # Leases: blocks that are being read from outside
 
@@ -254,6 +335,22 @@ class BlockManager:
             self.release(lease_id)
         return expired
 
+    def set_aside(self, lease_id: LeaseId, request_id: RequestId, first_block: int) -> bool:
+        """Somebody outside may still write into the table's blocks from index `first_block` on:
+        hold them under a lease without deadline and give the request others. False: there are
+        none, and the table ends at `first_block`."""
+        assert lease_id not in self._leases, f"lease {lease_id} exists"
+        table = self._tables[request_id]
+        assert first_block >= table.num_hashed, "shareable blocks can't be set aside"
+        written = table.blocks[first_block:]
+        del table.blocks[first_block:]
+        table.frozen = None
+        self._leases[lease_id] = _Lease(tuple(written), math.inf)
+        if len(written) > self.num_free_blocks:
+            return False
+        table.blocks.extend(self._take() for _ in written)
+        return True
+
     # The cache as a whole
 
     def drain_events(self) -> list[CacheEvent]:
@@ -272,6 +369,8 @@ class BlockManager:
         self._evictable.clear()
         self._cached.clear()
         self._hashes = [None] * self.config.num_blocks
+        self._by_part.clear()
+        self._parts = [[] for _ in range(self.config.num_blocks)]
         for table in self._tables.values():
             table.parent = None
         self._events.clear()
@@ -281,6 +380,7 @@ class BlockManager:
         """Assert every invariant. Cost grows with the pool: for tests and idle moments."""
         held = Counter(b for table in self._tables.values() for b in table.blocks)
         held.update(b for lease in self._leases.values() for b in lease.blocks)
+        held.update(b for c in self._copying for b in (c.copy.source, c.copy.target))
         blank, evictable = set(self._blank), set(self._evictable)
         assert self._refs == [held[b] for b in range(self.config.num_blocks)], (
             "reference counts drifted"
@@ -291,8 +391,17 @@ class BlockManager:
         assert held.keys() | blank | evictable == set(range(1, self.config.num_blocks)), (
             "a block is lost, or block 0 was handed out"
         )
-        assert all(self._hashes[b] is None for b in blank), "a blank block has a hash"
-        assert all(self._hashes[b] is not None for b in evictable), "an evictable block has no hash"
+        assert not any(self._known(b) for b in blank), "a blank block has a hash"
+        assert all(self._known(b) for b in evictable), "an evictable block has no hash"
+        parts = {(b, key) for key, blocks in self._by_part.items() for b in blocks}
+        assert parts == {(b, key) for b, keys in enumerate(self._parts) for key in keys}, (
+            "the index of parts and the blocks disagree"
+        )
+        assert all(self._by_part.values()), "the index of parts names one without a block"
+        assert sum(map(len, self._by_part.values())) == sum(map(len, self._parts)), (
+            "a part is indexed twice"
+        )
+        assert all(c.in_flight for c in self._copying if c.request_id is None), "an orphaned copy"
         by_hash = {b: digest for digest, blocks in self._cached.items() for b in blocks}
         assert by_hash == {b: h for b, h in enumerate(self._hashes) if h is not None}, (
             "the cache index and the blocks disagree"
@@ -331,6 +440,42 @@ class BlockManager:
             hits.append(same[0])
         return hits
 
+    def _part_hit(
+        self, parent: bytes, token_ids: Sequence[int], first: int
+    ) -> tuple[int | None, int]:
+        """A block that begins as the prompt goes on at `first`, and how far it agrees."""
+        source, agreed = None, 0
+        most = min(self._block_tokens - 1, len(token_ids) - 1 - first)
+        for num_tokens in range(self._reuse_tokens, most + 1, self._reuse_tokens):
+            same = self._by_part.get(block_hash(parent, token_ids[first : first + num_tokens]))
+            if same is None:
+                break
+            source, agreed = same[0], num_tokens
+        return source, agreed
+
+    def _store_parts(
+        self, table: _Table, index: int, token_ids: Sequence[int], num_computed: int
+    ) -> None:
+        """Make the leading parts of one block shareable, the whole of it excepted."""
+        first = index * self._block_tokens
+        most = min(num_computed - first, self._block_tokens - 1) // self._reuse_tokens
+        assert table.parent is not None
+        for part in range(table.num_parts, most):
+            end = first + (part + 1) * self._reuse_tokens
+            key = block_hash(table.parent, token_ids[first:end])
+            self._parts[table.blocks[index]].append(key)
+            self._by_part.setdefault(key, []).append(table.blocks[index])
+        table.num_parts = max(table.num_parts, most)
+
+    def _end_copy(self, copying: _Copying) -> None:
+        self._copying.remove(copying)
+        self._let_go((copying.copy.source,))
+        self._let_go((copying.copy.target,))
+
+    def _known(self, block: int) -> bool:
+        """Is any of the block's content known by hash?"""
+        return self._hashes[block] is not None or bool(self._parts[block])
+
     def _shortage(self, hits: list[int], num_tokens: int) -> int:
         """Blocks missing to hold `num_tokens` positions, `hits` being shared."""
         idle_hits = sum(1 for block in hits if self._refs[block] == 0)
@@ -361,10 +506,10 @@ class BlockManager:
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if self._hashes[block] is None:
-                    self._blank.appendleft(block)
-                else:
+                if self._known(block):
                     self._evictable[block] = None
+                else:
+                    self._blank.appendleft(block)
 
     def _store(self, block: int, digest: bytes, parent: bytes) -> None:
         self._hashes[block] = digest
@@ -375,7 +520,15 @@ class BlockManager:
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]
-        assert digest is not None, f"block {block} was evictable without a hash"
+        assert self._known(block), f"block {block} was evictable without a hash"
+        for key in self._parts[block]:
+            blocks = self._by_part[key]
+            blocks.remove(block)
+            if not blocks:
+                del self._by_part[key]
+        self._parts[block] = []
+        if digest is None:
+            return
         self._hashes[block] = None
         same = self._cached[digest]
         same.remove(block)

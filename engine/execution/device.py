@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.execution.copies import make_copies
 from engine.execution.graphs import DecodeGraphs
 from engine.execution.packed import PackedInputs
 from engine.execution.pool import KVPool
@@ -45,6 +46,7 @@ class DeviceExecutor:
         if not plan.chunks:
             return StepResult({})
         with torch.inference_mode():
+            make_copies(self._pool, plan.copies)
             logits = None if self._graphs is None else self._graphs.run(plan)
             if logits is None:
                 fields, step = self._inputs.load(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from engine.execution.copies import make_copies
 from engine.execution.inputs import step_inputs
 from engine.scheduling.plan import StepPlan, StepResult
 
@@ -54,6 +55,7 @@ class LocalExecutor:
         if not plan.chunks:
             return StepResult({})
         with torch.inference_mode():
+            make_copies(self._pool, plan.copies)
             ids, positions, step = step_inputs(plan, self._pool.block_tokens, self._model.device)
             logits = self._model.forward(ids, positions, self._pool, step)
             sampled = [chunk for chunk in plan.chunks if chunk.sample]

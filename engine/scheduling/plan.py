@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cache.blocks import BlockCopy
 from engine.request import RequestId, SampledToken, SamplingParams
 
 
@@ -58,6 +59,9 @@ class StepPlan:
 
     Applied before `entered`: an id that left and came back is in both.
     """
+
+    copies: tuple[BlockCopy, ...] = ()
+    """Made before the pass, in any order: chunks read what was copied."""
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.cache import BlockManager, Cleared, Removed, Stored, hash_chain, root_hash
 from engine.config import CacheConfig
 
-BLOCK_TOKENS = 2
 NUM_BLOCKS = 9
 SALTS = ("", "tenant")
 
@@ -18,9 +17,14 @@ salts = st.sampled_from(SALTS)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
+    block_tokens = 2
+    reuse_tokens = None
+
     def __init__(self):
         super().__init__()
-        config = CacheConfig(num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+        config = CacheConfig(
+            num_blocks=NUM_BLOCKS, block_tokens=self.block_tokens, reuse_tokens=self.reuse_tokens
+        )
         self.manager = BlockManager(config, "weights")
         self.number = 0
         self.now = 0.0
@@ -32,35 +36,64 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def write(self, request_id, num_computed):
         tokens, salt, _ = self.running[request_id]
         table = self.manager.table(request_id)
-        for index in range(-(-num_computed // BLOCK_TOKENS)):
-            end = min(num_computed, (index + 1) * BLOCK_TOKENS)
+        for index in range(-(-num_computed // self.block_tokens)):
+            end = min(num_computed, (index + 1) * self.block_tokens)
             self.written[table[index]] = (salt, tuple(tokens[:end]))
         self.running[request_id][2] = num_computed
         self.manager.commit(request_id, tokens, num_computed)
 
-    @rule(tokens=prompts, salt=salts, reserve=st.integers(0, 4))
-    def allocate(self, tokens, salt, reserve):
+    def execute(self, made=True):
+        """A step: its copies are made, or it fails."""
+        for copy in self.manager.take_copies():
+            if made:
+                salt, content = self.written[copy.source]
+                start = (len(content) - 1) // self.block_tokens * self.block_tokens
+                self.written[copy.target] = (salt, content[: start + copy.num_tokens])
+        self.manager.settle_copies(made=made)
+
+    @rule(tokens=prompts, salt=salts, reserve=st.integers(0, 4), copies=st.booleans())
+    def allocate(self, tokens, salt, reserve, copies):
         request_id = f"r{self.number}"
         self.number += 1
         expected = self.manager.match(tokens, salt)
         fits = self.manager.fits(tokens, salt, len(tokens) + reserve)
-        num_cached = self.manager.allocate(request_id, tokens, salt, len(tokens) + reserve)
+        num_cached = self.manager.allocate(
+            request_id, tokens, salt, len(tokens) + reserve, copies=copies
+        )
         assert fits == (num_cached is not None)
         if num_cached is None:
             return
-        assert num_cached == expected < len(tokens)
+        copied = num_cached - expected
+        assert num_cached < len(tokens)
+        assert 0 <= copied < self.block_tokens
+        if not copies or self.reuse_tokens is None:
+            assert copied == 0
+        else:
+            assert copied % self.reuse_tokens == 0
         table = self.manager.table(request_id)
         assert len(table) == self.manager.config.blocks_for(len(tokens) + reserve)
-        for index in range(num_cached // BLOCK_TOKENS):
-            end = (index + 1) * BLOCK_TOKENS
+        for index in range(expected // self.block_tokens):
+            end = (index + 1) * self.block_tokens
             assert self.written[table[index]] == (salt, tokens[:end]), "shared the wrong content"
         self.running[request_id] = [list(tokens), salt, num_cached]
+        if copied:
+            copy = self.manager._copying[-1].copy
+            assert (copy.target, copy.num_tokens) == (table[expected // self.block_tokens], copied)
+            theirs, content = self.written[copy.source]
+            assert (theirs, content[:num_cached]) == (salt, tokens[:num_cached]), (
+                "copied the wrong content"
+            )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
     def compute(self, data, more):
         request_id = data.draw(st.sampled_from(sorted(self.running)))
-        tokens, _, num_computed = self.running[request_id]
+        self.execute()
+        tokens, salt, num_computed = self.running[request_id]
+        last = (num_computed - 1) // self.block_tokens
+        if num_computed % self.block_tokens:  # the copy that admission promised
+            held = self.written[self.manager.table(request_id)[last]]
+            assert held == (salt, tuple(tokens[:num_computed]))
         wanted = len(tokens) + len(more)
         free = self.manager.num_free_blocks
         before = self.manager.table(request_id)
@@ -89,6 +122,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.number += 1
         self.manager.lease(lease_id, request_id, self.now + after)
         self.leases[lease_id] = (self.manager.table(request_id), self.now + after)
+
+    @rule()
+    def a_step_fails(self):
+        self.execute(made=False)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cancelled_while_copies_are_made(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        taken = self.manager.take_copies()
+        del self.running[request_id]
+        self.manager.free(request_id)
+        busy = {b for copy in taken for b in (copy.source, copy.target)}
+        assert not busy & {*self.manager._blank, *self.manager._evictable}
+        self.execute()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), after=st.integers(1, 5))
@@ -132,10 +180,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for salt in SALTS:
             root = root_hash("weights", salt)
             known = 0
-            for digest in hash_chain(root, tokens[:-1], BLOCK_TOKENS):
+            for digest in hash_chain(root, tokens[:-1], self.block_tokens):
                 if digest not in self.index:
                     break
-                known += BLOCK_TOKENS
+                known += self.block_tokens
             assert self.manager.match(tokens, salt) == known
 
     @precondition(lambda self: self.number % 7 == 6)
@@ -149,6 +197,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.check()
         held = Counter(b for r in self.running for b in self.manager.table(r))
         held.update(b for blocks, _ in self.leases.values() for b in blocks)
+        copies = [copying.copy for copying in self.manager._copying]
+        held.update(b for copy in copies for b in (copy.source, copy.target))
         assert self.manager.num_held_blocks == len(held)
         assert self.manager.num_leases == len(self.leases)
         for name, (blocks, _) in self.leases.items():
@@ -170,10 +220,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for request_id in self.running:
             self.manager.free(request_id)
         self.manager.expire(float("inf"))
+        self.manager.settle_copies(made=True)
         self.manager.check()
         assert self.manager.num_held_blocks == 0
         assert self.manager.num_leases == 0
 
 
+class PartsMachine(BlockManagerMachine):
+    """Large blocks, of which parts are copied."""
+
+    block_tokens = 4
+    reuse_tokens = 1
+
+
+class PairsMachine(BlockManagerMachine):
+    block_tokens = 6
+    reuse_tokens = 2
+
+
 TestBlockManager = BlockManagerMachine.TestCase
 TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestParts = PartsMachine.TestCase
+TestParts.settings = TestBlockManager.settings
+TestPairs = PairsMachine.TestCase
+TestPairs.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
