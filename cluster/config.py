@@ -123,6 +123,7 @@ class ServeConfig:
                 replicas = scaling.get("max_replicas") or deployment.get("num_replicas")
                 options = deployment.get("ray_actor_options") or {}
                 bundles = deployment.get("placement_group_bundles")
+                bundles = bundles or _rank_bundles(application, deployment)
                 cpus = (
                     sum(bundle.get("CPU", 0) for bundle in bundles)
                     if bundles
@@ -132,6 +133,20 @@ class ServeConfig:
                     1 if cpus is None else cpus
                 )
         return max(math.ceil(2 * total), os.cpu_count() or 1)
+
+
+def _rank_bundles(
+    application: Mapping[str, Any], deployment: Mapping[str, Any]
+) -> list[dict[str, float]]:
+    """The placement group that the builder gives a pool whose replicas have ranks."""
+    from deployments.settings import rank_bundles
+
+    args = application.get("args") or {}
+    ranks = 1
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        own = args.get(f"prefill_{name}") if deployment.get("name") == "Prefill" else None
+        ranks *= own or args.get(name, 1)
+    return rank_bundles(ranks)
 
 
 def load(path: Path | None = None) -> ServeConfig:

@@ -11,6 +11,8 @@ in the controller and pickles its classes into every proxy.
 # pyright: reportUnknownParameterType=false
 
 # No `from __future__ import annotations` here: Serve reads the builders' annotations as classes.
+from typing import Any
+
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -18,7 +20,14 @@ from ray.serve.handle import DeploymentHandle
 from deployments.decode import Decode
 from deployments.gateway.deployment import Gateway
 from deployments.prefill import Prefill
-from deployments.settings import ROOT_DEPLOYMENT, GatewayArgs, LinkArgs, ModelArgs, PoolSettings
+from deployments.settings import (
+    ROOT_DEPLOYMENT,
+    GatewayArgs,
+    LinkArgs,
+    ModelArgs,
+    PoolSettings,
+    rank_bundles,
+)
 
 __all__ = ["GatewayArgs", "LinkArgs", "ModelArgs", "PoolSettings", "gateway", "model"]
 
@@ -50,8 +59,19 @@ def model(args: ModelArgs) -> serve.Application:
     """One model: a decode pool, and a prefill pool unless `args.prefill` is off."""
     router = RequestRouterConfig(request_router_class=ROUTER)  # pyright: ignore[reportArgumentType]
     wire = args.model_dump()
-    decode = Decode.options(request_router_config=router)
+    decode = Decode.options(request_router_config=router, **_placement(args))
     if not args.prefill:
         return Root.bind(decode.bind(wire, None))
-    prefill = Prefill.options(request_router_config=router)
-    return Root.bind(decode.bind(wire, prefill.bind(wire)))
+    own = args.of_prefill()
+    prefill = Prefill.options(request_router_config=router, **_placement(own))
+    return Root.bind(decode.bind(wire, prefill.bind(own.model_dump())))
+
+
+def _placement(args: ModelArgs) -> dict[str, Any]:
+    """Where a replica's ranks run: with it, but for stages, which may be on other machines."""
+    if args.num_ranks == 1:
+        return {}
+    return {
+        "placement_group_bundles": rank_bundles(args.num_ranks),
+        "placement_group_strategy": "STRICT_PACK" if args.pipeline_parallel == 1 else "PACK",
+    }

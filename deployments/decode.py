@@ -38,7 +38,7 @@ from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
 from deployments.logs import adopt_serve
 from deployments.pool_replica import PoolReplica
-from deployments.prefill import advertised
+from deployments.prefill import advertised, launcher_of
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.routing.replicas import Directory
 from deployments.secret import read_link_secret
@@ -115,6 +115,7 @@ class DecodeService:
         self._tasks.append(
             background(self.metrics.run(self._sample, lambda: server.links.values()), "metrics")
         )
+        self._tasks += self.host.watching(self.streams.fail_all)
         return self._server.address
 
     def use_prefill(self, source: ReplicaSource, holds: HoldKeeper) -> None:
@@ -122,7 +123,7 @@ class DecodeService:
         built = self.host.built
         assert built is not None
         pulls = PullClient(
-            built.model.layout,
+            built.engine.layout,
             window_bytes=self._settings.transfer_window_bytes,
             stall_s=self._settings.pull_stall_s,
             silence_s=self._settings.pull_silence_s,
@@ -204,6 +205,7 @@ class DecodeService:
         return {
             "replica": self.replica_id,
             "pid": os.getpid(),
+            "ranks": self.host.rank_pids,
             "engine": asdict(self.host.engine.stats()),
             "counters": counters,
             "streams": self.streams.num_streams,
@@ -352,7 +354,7 @@ class Decode(PoolReplica[DecodeService]):
         replica_id = context.replica_id.unique_id
         settings = PoolSettings()
         secret = read_link_secret()
-        host = await EngineHost.build(parsed, settings)
+        host = await EngineHost.build(parsed, settings, launcher_of(parsed))
         service = DecodeService(replica_id, host, parsed, settings, secret)
         self.service = service
         self.args = parsed

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from deployments.background import background
 from deployments.settings import ModelArgs, PoolSettings
 from engine.errors import EngineError
 from engine.outputs import StepOutput
@@ -15,9 +17,13 @@ from engine.text.text_model import load_text
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
+    from engine.execution.ranks.launch import RankLauncher
     from engine.runner import EngineRunner
 
 _LEASE_CHECK_S = 1.0
+_RANKS_CHECK_S = 0.2
+_LAST_WORDS_S = 1.0
+"""For frames that say that streams end here to reach their gateways."""
 
 
 class EngineHost:
@@ -36,12 +42,19 @@ class EngineHost:
         self._runner: EngineRunner | None = None
 
     @classmethod
-    async def build(cls, args: ModelArgs, settings: PoolSettings) -> EngineHost:
-        """Load the model in a thread. Raises ConfigError for what cannot be loaded."""
-        return await asyncio.to_thread(cls._build, args, settings)
+    async def build(
+        cls, args: ModelArgs, settings: PoolSettings, launcher: RankLauncher | None = None
+    ) -> EngineHost:
+        """Load the model in a thread. `launcher`: where ranks run, if `args` ask for any.
+
+        Raises ConfigError for what cannot be loaded.
+        """
+        return await asyncio.to_thread(cls._build, args, settings, launcher)
 
     @classmethod
-    def _build(cls, args: ModelArgs, settings: PoolSettings) -> EngineHost:
+    def _build(
+        cls, args: ModelArgs, settings: PoolSettings, launcher: RankLauncher | None
+    ) -> EngineHost:
         config = args.engine_config(settings.scheduler())
         tokenizer = load_text(args.source).tokenizer
         if args.source == "synthetic":
@@ -50,7 +63,7 @@ class EngineHost:
             return cls(SyntheticEngine(config, tokenizer), None, step_limit_s=settings.step_limit_s)
         from engine.build import build_engine  # torch: only where a model runs
 
-        built = build_engine(config, tokenizer)
+        built = build_engine(config, tokenizer, launcher)
         return cls(built.engine, built, step_limit_s=settings.step_limit_s)
 
     @property
@@ -78,6 +91,10 @@ class EngineHost:
     @property
     def failure(self) -> BaseException | None:
         """Why this engine will not go on: a step that raised, or one that does not end."""
+        if self.built is not None and self.built.ranks is not None:
+            lost = self.built.ranks.failure
+            if lost is not None:
+                return lost
         runner = self._runner
         if runner is None:
             return None
@@ -107,6 +124,38 @@ class EngineHost:
 
         self._runner = EngineRunner(self.engine, deliver, failed)
         self._runner.start()
+
+    @property
+    def has_ranks(self) -> bool:
+        """Other processes compute."""
+        return self.built is not None and self.built.ranks is not None
+
+    @property
+    def rank_pids(self) -> list[int]:
+        if self.built is None or self.built.ranks is None:
+            return []
+        return list(self.built.ranks.pids)
+
+    def watching(self, on_failure: Callable[[EngineError], None]) -> list[asyncio.Task[None]]:
+        """The task that ends this process with its ranks, where it has any."""
+        if not self.has_ranks:
+            return []
+        return [background(self._end_with_ranks(on_failure), "ranks")]
+
+    async def _end_with_ranks(self, on_failure: Callable[[EngineError], None]) -> None:
+        """Run until a rank is lost or a step never ends, then end this process.
+
+        Each rank holds a part of every request's KV: there is nothing left to save. Serve replaces
+        a process that is gone at once, one that says it is ill only after several checks.
+        """
+        assert self.built is not None
+        assert self.built.ranks is not None
+        while (failure := self.failure) is None:
+            await asyncio.sleep(_RANKS_CHECK_S)
+        self.built.ranks.kill(str(failure))
+        on_failure(EngineError(f"the engine failed: {failure}: this replica restarts"))
+        await asyncio.sleep(_LAST_WORDS_S)
+        os._exit(1)
 
     async def expire_leases(self, expired: Callable[[list[str]], None]) -> None:
         """Run for ever: free leases past their deadline and say which."""

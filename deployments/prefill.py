@@ -25,6 +25,7 @@ from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
 from deployments.logs import adopt_serve
 from deployments.pool_replica import PoolReplica
+from deployments.ranks import ActorRanks
 from deployments.replica_metrics import ReplicaMetrics
 from deployments.secret import read_link_secret
 from deployments.settings import ModelArgs, PoolSettings
@@ -47,7 +48,7 @@ class PrefillService:
             )
         self.replica_id = replica_id
         self.host = host
-        self._layout = built.model.layout
+        self._layout = built.engine.layout
         self.exports = ExportServer(
             built.engine,
             built.pool,
@@ -78,6 +79,7 @@ class PrefillService:
         self._tasks = [
             background(self.host.expire_leases(self.exports.expired), "leases"),
             background(self.exports.run_signs(), "signs of life"),
+            *self.host.watching(self._on_failure),
             background(self.metrics.run(self._sample, lambda: server.links.values()), "metrics"),
         ]
         return self._server.address
@@ -98,6 +100,7 @@ class PrefillService:
         return {
             "replica": self.replica_id,
             "pid": os.getpid(),
+            "ranks": self.host.rank_pids,
             "engine": asdict(self.host.engine.stats()),
             "sessions": self.exports.num_sessions,
             "bytes_sent": self.exports.bytes_sent,
@@ -150,7 +153,7 @@ class Prefill(PoolReplica[PrefillService]):
         parsed = ModelArgs.model_validate(args)
         replica_id = serve.get_replica_context().replica_id.unique_id
         settings = PoolSettings()
-        host = await EngineHost.build(parsed, settings)
+        host = await EngineHost.build(parsed, settings, launcher_of(parsed))
         self.service = PrefillService(replica_id, host, settings, read_link_secret())
         self._address = await self.service.start(parsed, advertised(parsed))
         self.args = parsed
@@ -158,6 +161,14 @@ class Prefill(PoolReplica[PrefillService]):
 
     def record_replica_metadata(self) -> dict[str, Any]:
         return {"link": self._address, "model": self.args.name, "pid": os.getpid()}
+
+
+def launcher_of(args: ModelArgs) -> ActorRanks | None:
+    """Where this replica's ranks run. Call in the constructor of a deployment."""
+    if args.num_ranks == 1:
+        return None
+    address = advertised(args)
+    return ActorRanks(host=None if address == "127.0.0.1" else address)
 
 
 def advertised(args: ModelArgs) -> str:

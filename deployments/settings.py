@@ -17,6 +17,20 @@ ROOT_DEPLOYMENT = "Root"
 """Of a model application: never called, never started, of no interest to anybody. See `app`."""
 
 
+REPLICA_CPUS = 0.5
+"""Of a replica with ranks, itself: the first bundle of its placement group."""
+
+RANK_CPUS = 0.5
+"""Of each of its ranks: the other bundles."""
+
+
+def rank_bundles(num_ranks: int) -> list[dict[str, float]]:
+    """A replica's placement group: itself, then its ranks. Empty where it computes itself."""
+    if num_ranks == 1:
+        return []
+    return [{"CPU": REPLICA_CPUS}, *({"CPU": RANK_CPUS} for _ in range(num_ranks))]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -78,10 +92,33 @@ class ModelArgs(_Strict):
     num_blocks: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
     num_threads: int | None = Field(default=None, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Ranks that share each layer of a replica's model, each a process."""
+
+    pipeline_parallel: int = Field(default=1, ge=1, le=64)
+    """Stages of layers, each of `tensor_parallel` ranks."""
+
+    prefill_tensor_parallel: int | None = Field(default=None, ge=1, le=64)
+    """Of prefill replicas, if it is to differ from decode's."""
+
+    prefill_pipeline_parallel: int | None = Field(default=None, ge=1, le=64)
     prefill: bool = True
     """False: no prefill pool, decode replicas compute prompts themselves."""
 
     link: LinkArgs = LinkArgs()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def of_prefill(self) -> ModelArgs:
+        """The same, as prefill replicas are to take it."""
+        return self.model_copy(
+            update={
+                "tensor_parallel": self.prefill_tensor_parallel or self.tensor_parallel,
+                "pipeline_parallel": self.prefill_pipeline_parallel or self.pipeline_parallel,
+            }
+        )
 
     def engine_config(self, scheduler: SchedulerConfig) -> EngineConfig:
         """The engine's own value. Raises ConfigError for what only it can judge."""
@@ -103,6 +140,8 @@ class ModelArgs(_Strict):
             prefix_caching=self.prefix_caching,
             scheduler=scheduler,
             num_threads=self.num_threads,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
         )
 
 

@@ -257,6 +257,25 @@ def queue(repeats: int, rate: float, over_s: float, as_json: bool) -> None:
         click.echo("\n".join(table(result)))
 
 
+@bench.command("ranks")
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True)
+@json_option
+def ranks(ranks: int, steps: int, as_json: bool) -> None:
+    """What a step costs its coordinator because ranks compute it: the channel, with no model.
+
+    Plans of 1, 16 and 64 streams of 1,024 tokens go to ranks that answer at once.
+    """
+    from cluster.bench.ranks import bench_ranks, table
+
+    interrupt_on_signals()
+    result = bench_ranks(ranks=ranks, steps=steps, say=say)
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
+
+
 @bench.command("overload")
 @click.option(
     "--over",

@@ -40,7 +40,7 @@ def bench_ranks(*, ranks: int, steps: int, say: Say) -> dict[str, Any]:
         num_threads=1,
         limit_s=120.0,
     )
-    start.allocate(2, ["/dev/null"] * ranks)
+    start.allocate(2, ["/dev/null"] * ranks)  # an empty model keeps no KV
     executor = start.executor()
     found: dict[str, Any] = {}
     try:

@@ -214,6 +214,8 @@ def ensure_queue(
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
+            # Not in the placement group of the replica that creates it: it outlives that.
+            scheduling_strategy="DEFAULT",
         )
     )
     return actor.remote(

@@ -22,7 +22,7 @@ from engine.transfer.manifest import Manifest
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.execution.pool import KVPool
+    from engine.transfer.memory import KVMemory
 
 LEASE_S = 30.0
 """Renewed by the decode replica every 5 s; what is not renewed is freed."""
@@ -54,7 +54,7 @@ class ExportServer:
     def __init__(
         self,
         engine: Engine,
-        pool: KVPool,
+        pool: KVMemory,
         *,
         chain: Callable[[Request, int], tuple[bytes, ...]],
         max_unacked_bytes: int,
