@@ -476,11 +476,15 @@ class Scheduler:
                 step.schedule(tracked, num_tokens)
 
     def _extend(self, tracked: Tracked, num_tokens: int, step: _Step) -> bool:
-        """Get blocks for `num_tokens` positions, at the cost of less urgent requests."""
+        """Get blocks for `num_tokens` positions, at the cost of less urgent requests.
+
+        Where all others may not be preempted, one of those has to wait after all: a pool that is
+        full serves nobody.
+        """
         while not self.blocks.extend(tracked.request_id, num_tokens):
             victim = max(
-                (t for t in self._running if t.preemptible),
-                key=lambda t: (t.level, t.paused, t.arrival),
+                (t for t in self._running if t.hold_until is None),
+                key=lambda t: (t.request.preemptible, t.level, t.paused, t.arrival),
             )
             self._preempt(victim, step)
             if victim is tracked:

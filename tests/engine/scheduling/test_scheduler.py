@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engine.cache import BlockManager
@@ -205,6 +207,18 @@ def test_waiting_raises_priority():
     assert ids(step(s, 19.9).chunks) == ["normal"]
     s.add(make_request("normal2", priority=1, max_tokens=1), 19.9)
     assert ids(step(s, 20.0).chunks) == ["batch"]  # aged from 3 to 1, and arrived earlier
+
+
+def test_requests_that_may_not_be_preempted_outgrow_the_pool_one_after_the_other():
+    s = make_scheduler(num_blocks=5)
+    for name in ("first", "second"):
+        s.add(replace(make_request(name, prompt=7), preemptible=False), 0.0)
+    assert ids(step(s).chunks) == ["first", "second"]
+    step(s)
+    plan = step(s)
+    assert (plan.preempted, ids(plan.chunks)) == (("second",), ["first"])
+    s.finish("first", FinishReason.STOP)
+    assert ids(step(s).chunks) == ["second"]
 
 
 def test_who_was_raised_by_waiting_is_told_once_with_the_level_that_protects_it():
