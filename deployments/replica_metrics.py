@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY_S = 1.0
 EXPORT_EVERY_S = 5.0
-_CONNECTOR = "link"
 
 
 class ReplicaMetrics:
@@ -29,7 +28,8 @@ class ReplicaMetrics:
     Implements `streams.StreamObserver`.
     """
 
-    def __init__(self, model: str, role: str, replica_id: str) -> None:
+    def __init__(self, model: str, role: str, replica_id: str, *, connector: str = "link") -> None:
+        """`connector`: what carries KV here, if all goes well."""
         self.registry = registry = Registry()
         self.recording = True
         """False: series stand still, and nobody is told of them."""
@@ -37,6 +37,7 @@ class ReplicaMetrics:
         self._model = model
         self._role = role
         self._replica_id = replica_id
+        self._connector = connector
         self._gpus = GpuWatch(registry, model, role)
         engine = {"model_name": model}
         self._step_tokens = registry.histogram("vllm:iteration_tokens_total", **engine)
@@ -65,10 +66,15 @@ class ReplicaMetrics:
             registry.counter("tailrace_prefill_fallbacks_total", model=model, action=action)
         for stage in ("connect", "offer", "chunk", "checksum", "final", "link", "stall"):
             registry.counter(
-                "tailrace_kv_transfer_failures_total", model=model, stage=stage, reason=stage
+                "tailrace_kv_transfer_failures_total",
+                model=model,
+                connector=self._connector,
+                stage=stage,
+                reason=stage,
             )
         registry.counter("tailrace_admission_rejections_total", model=model, reason="full")
-        registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=_CONNECTOR)
+        for connector in {"link", self._connector}:
+            registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=connector)
 
     def step(self, step: StepOutput) -> None:
         # What a step costs is mostly code that the processor has forgotten since the last one: so
@@ -114,15 +120,20 @@ class ReplicaMetrics:
     def pulled(self, prefilled: Prefilled, seconds: float) -> None:
         if not self.recording:
             return
-        self.registry.histogram(
-            "tailrace_kv_transfer_seconds", model=self._model, connector=_CONNECTOR
-        ).observe(seconds)
-        self.registry.histogram(
-            "tailrace_kv_transfer_exposed_seconds", model=self._model, connector=_CONNECTOR
-        ).observe(prefilled.exposed_s)
-        self.registry.counter(
-            "tailrace_kv_transfer_bytes_total", model=self._model, connector=_CONNECTOR
-        ).inc(prefilled.num_bytes)
+        labels = {"model": self._model, "connector": prefilled.connector}
+        registry = self.registry
+        registry.histogram("tailrace_kv_transfer_seconds", **labels).observe(seconds)
+        registry.histogram("tailrace_kv_transfer_exposed_seconds", **labels).observe(
+            prefilled.exposed_s
+        )
+        registry.counter("tailrace_kv_transfer_bytes_total", **labels).inc(prefilled.num_bytes)
+
+    def posted(self, seconds: Sequence[float]) -> None:
+        """READs were posted, and the library took so long to take each."""
+        if self.recording and seconds:
+            histogram = self.registry.histogram("tailrace_kv_post_seconds", model=self._model)
+            for each in seconds:
+                histogram.observe(each)
 
     def sample_engine(self, stats: EngineStats, block_tokens: int) -> None:
         """Bring gauges and totals of the engine up to date."""
@@ -189,7 +200,11 @@ class ReplicaMetrics:
         for stage, total in counters.pull_failures.items():
             raise_to(
                 registry.counter(
-                    "tailrace_kv_transfer_failures_total", model=model, stage=stage, reason=stage
+                    "tailrace_kv_transfer_failures_total",
+                    model=model,
+                    connector=self._connector,
+                    stage=stage,
+                    reason=stage,
                 ),
                 total,
             )

@@ -105,6 +105,10 @@ class ModelArgs(_Strict):
     prefill: bool = True
     """False: no prefill pool, decode replicas compute prompts themselves."""
 
+    transport: Literal["link", "nixl"] = "link"
+    """What carries KV: the link between two replicas, or READs by NIXL (RDMA, shared memory, GPU
+    memory), with the link for everything that is said about them."""
+
     link: LinkArgs = LinkArgs()
 
     @property

@@ -99,6 +99,10 @@ STEP_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
 )
+POST_BUCKETS = (
+    *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.5, 1.0),
+)
 TOKEN_BUCKETS = tuple(float(d * 10**e) for e in range(6) for d in (1, 2, 5))
 ITERATION_BUCKETS = (1.0, 8.0, *(float(2**e) for e in range(4, 15)))
 
@@ -454,6 +458,12 @@ _DECLARED = (
         "KV bytes received from other replicas.",
         "bytes",
     ),
+    _seconds(
+        "tailrace_kv_post_seconds",
+        _MODEL,
+        "What posting one READ took: grows with its descriptors.",
+        POST_BUCKETS,
+    ),
     _counter("tailrace_kv_sent_bytes_total", _MODEL, "KV bytes sent by prefill replicas.", "bytes"),
     _gauge(
         "tailrace_kv_unacked_bytes",
@@ -464,7 +474,7 @@ _DECLARED = (
     _gauge("tailrace_prefill_sessions", _MODEL, "Prompts under way for other replicas."),
     _counter(
         "tailrace_kv_transfer_failures_total",
-        ("model", "stage", "reason"),
+        ("model", "connector", "stage", "reason"),
         "KV that never arrived or arrived wrong, by stage: offer, chunk, checksum, final or lease.",
     ),
     _counter(
@@ -473,7 +483,10 @@ _DECLARED = (
         "KV chunks whose bytes were not those sent.",
     ),
     _gauge(
-        "tailrace_kv_leases_active", _MODEL, "Exports whose blocks are held for another replica."
+        "tailrace_kv_leases_active",
+        _MODEL,
+        "Exports whose blocks are held for another replica; on decode, imports whose blocks are "
+        "set aside until a READ into them has ended.",
     ),
     _counter(
         "tailrace_kv_leases_expired_total",

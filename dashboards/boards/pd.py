@@ -111,9 +111,20 @@ _TRANSFER = Row(
             "chunk, final, stall: it stopped in the middle. Each costs a prompt computed again.",
             queries=(
                 Query(
-                    rate("tailrace_kv_transfer_failures_total", MODEL, "stage, reason"),
-                    "{{stage}} {{reason}}",
+                    rate("tailrace_kv_transfer_failures_total", MODEL, "connector, stage, reason"),
+                    "{{connector}} {{stage}} {{reason}}",
                 ),
+            ),
+        ),
+        Panel(
+            title="Posting a READ",
+            unit="s",
+            empty="only replicas with transport: nixl have it",
+            description="What the library takes before a READ is on its way, for the whole of one "
+            "where the kernel copies. Rising: more or smaller blocks; raise block_tokens.",
+            queries=tuple(
+                Query(quantile(q, "tailrace_kv_post_seconds", MODEL), name)
+                for q, name in ((0.5, "p50"), (0.99, "p99"))
             ),
         ),
         Panel(

@@ -19,8 +19,10 @@ from engine.outputs import Computed, Output, StepOutput
 from engine.request import Request
 from engine.transfer.export import KVExport
 from engine.transfer.manifest import Manifest
+from engine.transfer.nixl_offers import OfferingExport
 
 if TYPE_CHECKING:
+    from deployments.lifecycle.reads import BlockOffers
     from engine.engine import Engine
     from engine.transfer.memory import KVMemory
 
@@ -36,7 +38,7 @@ class _Session:
     link: Link
     transfer: int
     request_id: str
-    export: KVExport
+    export: KVExport | OfferingExport
     chain: tuple[bytes, ...]
     chain_tokens: int
     first_token: int
@@ -64,6 +66,9 @@ class ExportServer:
         self._pool = pool
         self._chain = chain
         self.max_unacked_bytes = max_unacked_bytes
+        self.offers: BlockOffers | None = None
+        """Set where receivers may read whole blocks themselves."""
+
         self.costs = StepCosts()
         self._sessions: dict[str, _Session] = {}
         self._broken: str | None = None
@@ -94,6 +99,9 @@ class ExportServer:
                     self._engine.renew(request_id, LEASE_S)
             case Kind.DONE:
                 self._end(request_id)
+            case Kind.HELD:
+                if request_id in self._sessions:
+                    link.send([Kind.HELD, message[1]])
             case _:
                 pass
 
@@ -166,7 +174,7 @@ class ExportServer:
             self._end(request_id)
 
     def _begin(self, link: Link, request_id: str, message: list[Any]) -> None:
-        _, transfer, wire, first_token, window_bytes, chain_tokens = message
+        _, transfer, wire, first_token, window_bytes, chain_tokens, *agent = message
         if self._broken is not None:
             link.send([Kind.FAIL, transfer, "prefill", self._broken])
             return
@@ -183,11 +191,12 @@ class ExportServer:
                 first_token_ms=given.first_token_ms,
                 preemptible=given.preemptible,
             )
+            read = self.offers is not None and agent == [self.offers.epoch]
             self._sessions[request_id] = _Session(
                 link,
                 transfer,
                 request_id,
-                KVExport(
+                (OfferingExport if read else KVExport)(
                     self._pool,
                     first_token=first_token,
                     num_tokens=request.num_tokens,
@@ -230,7 +239,11 @@ class ExportServer:
         if not session.announced:
             session.announced = True
             self._announce(session, computed.first_token)
-        session.export.computed(computed.num_tokens, computed.blocks)
+        export = session.export
+        ready = export.computed(computed.num_tokens, computed.blocks)
+        if ready and self.offers is not None and isinstance(export, OfferingExport):
+            self.bytes_sent += len(ready) * export.block_bytes
+            self.offers.offer(session.link, session.transfer, ready)
         self._pump(session)
 
     def _announce(self, session: _Session, num_cached_tokens: int) -> None:

@@ -15,8 +15,8 @@ from engine.cache.hashing import hash_chain, root_hash
 from engine.errors import TransferError
 from engine.outputs import Output
 from engine.request import Request
-from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import Prefilled
+from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.transport import KVTransport
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PrefillPool:
         if metadata is None:
             raise TransferError(f"prefill replica {replica} left the pool", stage="connect")
         pool, engine = self._built.pool, self._built.engine
-        intake = KVIntake(pool, blocks, first_token=first_token, num_tokens=request.num_tokens)
+        intake = ReadIntake(pool, blocks, first_token=first_token, num_tokens=request.num_tokens)
         root = root_hash(engine.layout.fingerprint, request.salt)
         chain = tuple(hash_chain(root, request.token_ids, pool.block_tokens))
         attempt = str(next(self._attempts))
@@ -96,9 +96,11 @@ class PrefillPool:
                 chain_tokens=pool.block_tokens,
                 note=record.note,
             )
-        except TransferError as error:
-            if error.stage in _REPLICAS_FAULT:
+        except BaseException as error:
+            if isinstance(error, TransferError) and error.stage in _REPLICAS_FAULT:
                 self._chooser.failed(replica, time.monotonic())
+            if intake.lent:
+                self._set_aside(request.request_id, intake)
             raise
         else:
             self._chooser.succeeded(replica)
@@ -106,6 +108,16 @@ class PrefillPool:
         finally:
             self._chooser.end(replica, attempt)
             self._hold.end(replica)
+
+    def blocks(self, request_id: str) -> tuple[int, ...]:
+        """See `RemotePrefill`."""
+        return self._built.engine.import_blocks(request_id)
+
+    def _set_aside(self, request_id: str, intake: ReadIntake) -> None:
+        """What the pull began may still write: nobody gets these blocks before it has ended."""
+        engine, lease_id = self._built.engine, f"{request_id}:{next(self._attempts)}"
+        engine.set_aside(request_id, lease_id)
+        intake.on_quiet = lambda: engine.release(lease_id)
 
     def arrived(self, request: Request, prefilled: Prefilled) -> Output | None:
         """See `RemotePrefill`."""

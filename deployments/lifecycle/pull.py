@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown
@@ -17,9 +17,15 @@ from engine.models.model import KVLayout
 from engine.request import Request, SampledToken
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import ChunkHead, Manifest, Prefilled
+from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.transport import TransferNote
 
+if TYPE_CHECKING:
+    from deployments.lifecycle.reads import BlockReads
+
 RENEW_EVERY_S = 5.0
+QUIET_S = 1.0
+"""A pull that failed waits this long for what it began to end, before its blocks are set aside."""
 
 
 @dataclass(slots=True)
@@ -28,12 +34,21 @@ class _Job:
     chain: tuple[bytes, ...]
     done: asyncio.Future[Prefilled]
     link: Link
+    transfer: int
     note: TransferNote
     manifest: Manifest | None = None
     first: SampledToken | None = None
     first_at: float = 0.0
     signs: int = 0
     """How often the replica let hear of this transfer, other than by bytes."""
+
+    connector: str = "link"
+    unsummed: bool = False
+    """Blocks were read whose bytes nobody could sum: that they were held until then must be asked.
+    """
+
+    asked: bool = False
+    held: bool = False
 
 
 class PullClient:
@@ -50,6 +65,9 @@ class PullClient:
         self.dialer: Dialer
         self.bytes_received = 0
         self.checksum_mismatches = 0
+        self.reads: BlockReads | None = None
+        """Set where whole blocks are read by NIXL."""
+
         self._layout = layout
         self.window_bytes = window_bytes
         self.stall_s = stall_s
@@ -76,9 +94,11 @@ class PullClient:
 
         Returns only when every byte is there and checked. Raises TransferError when the replica
         cannot be reached, sends something else, stalls or dies. Whatever the outcome, nothing is
-        written into the intake's blocks after this returns or is cancelled.
+        written into the intake's blocks after this returns or is cancelled, but for what
+        `ReadIntake.lent` counts.
         """
         transfer = next(self._ids)
+        reads = self.reads
         link: Link | None = None
         try:
             try:
@@ -88,7 +108,7 @@ class PullClient:
             done: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
             note = note or TransferNote()
             note.asked_s = time.monotonic()
-            self._jobs[link, transfer] = job = _Job(intake, chain, done, link, note)
+            self._jobs[link, transfer] = job = _Job(intake, chain, done, link, transfer, note)
             asked = link.send(
                 [
                     Kind.PREFILL,
@@ -97,13 +117,22 @@ class PullClient:
                     intake.first_token,
                     self.window_bytes,
                     chain_tokens,
+                    None if reads is None else reads.epoch(link),
                 ]
             )
             if not asked:
                 raise TransferError("prefill replica lost before it was asked", stage="link")
             return await self._wait(job, link, transfer)
+        except TransferError:
+            if reads is not None:
+                intake.close()
+                reads.cancel(intake)
+                await _quiet(intake)
+            raise
         finally:
             intake.close()
+            if reads is not None:
+                reads.cancel(intake)
             if link is not None:
                 self._detach(link, self._jobs.pop((link, transfer), None))
                 link.send([Kind.DONE, transfer])
@@ -136,7 +165,12 @@ class PullClient:
                 link.send([Kind.RENEW, transfer])
 
     def on_message(self, link: Link, message: list[Any]) -> None:
-        """MANIFEST, FINAL, FAIL and ALIVE of running pulls; others are late and ignored."""
+        """MANIFEST, READY, FINAL, FAIL, HELD and ALIVE of running pulls; others are late and
+        ignored. And AGENT, which is about none of them."""
+        if message[0] == Kind.AGENT:
+            if self.reads is not None:
+                self.reads.on_agent(link, message[2])
+            return
         if message[0] == Kind.ALIVE:
             for transfer in message[1]:
                 job = self._jobs.get((link, transfer))
@@ -160,12 +194,41 @@ class PullClient:
                     job.note.bytes_at_final = job.intake.received_bytes
                     job.note.told = message[3] if len(message) > 3 else None
                     self._maybe_finish(job)
+                case Kind.READY:
+                    self._ready(job, message)
+                case Kind.HELD:
+                    job.held = True
+                    self._maybe_finish(job)
                 case Kind.FAIL:
                     raise TransferError(message[3], stage=message[2])
                 case _:
                     pass
         except TransferError as error:
             self._fail(job, error)
+
+    def _ready(self, job: _Job, message: list[Any]) -> None:
+        """Blocks are ready to be read."""
+        if job.manifest is None:
+            raise TransferError("blocks were offered before their manifest", stage="chunk")
+        intake = job.intake
+        if self.reads is None or not isinstance(intake, ReadIntake):
+            raise TransferError("blocks were offered that nobody can read here", stage="chunk")
+        if job.done.done():
+            return
+        _, _, epoch, entries = message
+
+        def landed(num_bytes: int) -> None:
+            self.bytes_received += num_bytes
+            self._maybe_finish(job)
+
+        def failed(error: TransferError) -> None:
+            self.checksum_mismatches += error.stage == "checksum"
+            self._fail(job, error)
+
+        job.connector = "nixl"
+        job.unsummed |= any(checksum is None for _, _, checksum in entries)
+        job.note.first_byte_s = job.note.first_byte_s or time.monotonic()
+        self.reads.ready(job.link, epoch, entries, intake, landed=landed, failed=failed)
 
     def on_payload(self, link: Link, head: list[Any]) -> memoryview | None:
         """Memory for the payload that follows `head`, or None to discard it."""
@@ -202,6 +265,8 @@ class PullClient:
 
     def on_close(self, link: Link, reason: CloseReason) -> None:
         self._receiving.pop(link, None)
+        if self.reads is not None:
+            self.reads.on_close(link)
         for (owner, _), job in list(self._jobs.items()):
             if owner is link:
                 self._fail(job, TransferError(f"prefill replica lost: {reason}", stage="link"))
@@ -217,6 +282,12 @@ class PullClient:
     def _maybe_finish(self, job: _Job) -> None:
         if job.first is None or job.manifest is None or not job.intake.complete:
             return
+        if job.unsummed and not job.held:
+            # Bytes read after the lease had ended would be another request's.
+            if not job.asked:
+                job.asked = True
+                job.link.send([Kind.HELD, job.transfer])
+            return
         if not job.done.done():
             job.done.set_result(
                 Prefilled(
@@ -224,6 +295,7 @@ class PullClient:
                     job.manifest.num_cached_tokens,
                     job.intake.received_bytes,
                     time.monotonic() - job.first_at,
+                    job.connector,
                 )
             )
 
@@ -233,3 +305,12 @@ class PullClient:
         if not job.done.done():
             job.done.set_exception(error)
             job.done.exception()  # the waiter may have been cancelled: then nobody else reads it
+
+
+async def _quiet(intake: KVIntake) -> None:
+    """Give READs that nobody wants any more a moment to end."""
+    if isinstance(intake, ReadIntake) and intake.lent:
+        quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        intake.on_quiet = lambda: None if quiet.done() else quiet.set_result(None)
+        await asyncio.wait([quiet], timeout=QUIET_S)
+        intake.on_quiet = None

@@ -33,7 +33,7 @@ class State(Enum):
 
 _NEXT: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.WAITING_REMOTE_KV, State.FINISHED}),
-    State.WAITING_REMOTE_KV: frozenset({State.RUNNING, State.FINISHED}),
+    State.WAITING_REMOTE_KV: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
     State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
     State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),

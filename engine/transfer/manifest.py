@@ -193,3 +193,6 @@ class Prefilled:
     num_bytes: int
     exposed_s: float
     """From the news that prefill has sampled the first token to the last byte here."""
+
+    connector: str = "link"
+    """What carried whole blocks: `link` or `nixl`."""

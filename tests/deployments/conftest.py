@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -116,9 +116,21 @@ async def local_cluster():
     """`await local_cluster(args, settings)` makes one; all are closed at the end."""
     made: list[LocalCluster] = []
 
-    def make(source: str = "fake", *, prefill: bool = True, **settings: Any) -> LocalCluster:
+    def make(
+        source: str = "fake",
+        *,
+        prefill: bool = True,
+        transport: Literal["link", "nixl"] = "link",
+        **settings: Any,
+    ) -> LocalCluster:
         args = ModelArgs(
-            name="m", source=source, prefill=prefill, num_blocks=400, block_tokens=8, num_threads=1
+            name="m",
+            source=source,
+            prefill=prefill,
+            transport=transport,
+            num_blocks=400,
+            block_tokens=8,
+            num_threads=1,
         )
         values = {"local_prefill_tokens": 16, "pull_stall_s": 5.0, **settings}
         cluster = LocalCluster(args, PoolSettings.model_validate(values))

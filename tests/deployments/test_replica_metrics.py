@@ -38,7 +38,7 @@ def test_what_a_decode_replica_counts_is_there_before_it_happens():
         if metric.kind == "counter" and metric.name.startswith("tailrace_")
     }
     assert counted["tailrace_prefill_fallbacks_total", ("m", "local")] == 0
-    assert counted["tailrace_kv_transfer_failures_total", ("m", "stall", "stall")] == 0
+    assert counted["tailrace_kv_transfer_failures_total", ("m", "link", "stall", "stall")] == 0
     assert counted["tailrace_admission_rejections_total", ("m", "full")] == 0
 
 

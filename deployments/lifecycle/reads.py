@@ -1,0 +1,255 @@
+"""Both halves of a pull whose whole blocks are read by NIXL: what is said on the link about it.
+
+```
+prefill → decode   AGENT   on every new link: how to read from this process's pool
+decode → prefill   PREFILL with the epoch of the agent that it is connected to
+prefill → decode   READY   these blocks are computed, and what their bytes add up to
+```
+
+Manifest, ragged ends, first token, signs of life, lease and commit are those of any pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deployments.link.link import Link
+from deployments.link.messages import Kind
+from engine.errors import TransferError
+from engine.models.model import KVLayout
+from engine.transfer.intake import KVIntake
+from engine.transfer.manifest import ChunkHead
+from engine.transfer.nixl import AgentCard, Read, ReadResult
+from engine.transfer.nixl_intake import ReadIntake
+from engine.transfer.nixl_offers import Offer
+
+if TYPE_CHECKING:
+    from engine.execution.pool import KVPool
+    from engine.transfer.nixl import NixlAgent
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 5.0
+"""After a READ that failed, KV comes over the link this long, then READs are tried again."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The agent at the other end of one link."""
+
+    card: AgentCard
+    peer: tuple[str, int]
+    """Its name, and which attempt at connecting to it this is."""
+
+    connected: bool = False
+
+
+async def start_agent(pool: KVPool, *, window_bytes: int) -> NixlAgent:
+    """An agent whose callbacks run on the calling loop. Raises ConfigError where there can be
+    none."""
+    from engine.transfer.nixl import NixlAgent
+
+    agent = NixlAgent(
+        pool, asyncio.get_running_loop().call_soon_threadsafe, window_bytes=window_bytes
+    )
+    await asyncio.to_thread(agent.start)
+    return agent
+
+
+class BlockOffers:
+    """Prefill's half. Lives on the event loop."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+
+    @property
+    def epoch(self) -> str:
+        return self._agent.card.epoch
+
+    def announce(self, link: Link) -> None:
+        """Tell a new link's other end how to read from here."""
+        link.send([Kind.AGENT, 0, self._agent.card.to_wire()])
+
+    def offer(self, link: Link, transfer: int, offers: Sequence[Offer]) -> None:
+        """Let the receiver read these blocks, once their checksums are known."""
+        if not offers:
+            return
+
+        def summed(sums: tuple[int | None, ...]) -> None:
+            entries = [[o.first_token, o.block, s] for o, s in zip(offers, sums, strict=True)]
+            link.send([Kind.READY, transfer, self.epoch, entries])
+
+        self._agent.checksums([offer.block for offer in offers], summed)
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class BlockReads:
+    """Decode's half. Lives on the event loop."""
+
+    def __init__(self, agent: NixlAgent, layout: KVLayout, block_tokens: int) -> None:
+        self.bytes_read = 0
+        self.num_failures = 0
+        self._agent = agent
+        self._layout = layout
+        self._page = block_tokens
+        self._agents: dict[Link, _Agent] = {}
+        self._open: dict[ReadIntake, dict[Read, tuple[ChunkHead, ...]]] = {}
+        self._posts: list[float] = []
+
+    @property
+    def num_open(self) -> int:
+        """READs that may still write, whoever waits for them."""
+        return sum(map(len, self._open.values()))
+
+    @property
+    def num_connected(self) -> int:
+        """Replicas that are read from now."""
+        return sum(agent.connected for agent in self._agents.values())
+
+    def take_posts(self) -> list[float]:
+        """Seconds that posting each READ took, since the last call."""
+        posts, self._posts = self._posts, []
+        return posts
+
+    def epoch(self, link: Link) -> str | None:
+        """Of the agent at the other end, while it can be read from."""
+        agent = self._agents.get(link)
+        return agent.card.epoch if agent is not None and agent.connected else None
+
+    def on_agent(self, link: Link, wire: list[Any]) -> None:
+        """The other end said how to read from it: connect, and read a first block."""
+        try:
+            card = AgentCard.from_wire(wire)
+        except TransferError as error:
+            logger.warning("KV of %s comes over the link: %s", link.peer_id, error)
+            return
+        self.on_close(link)
+        self._agents[link] = _Agent(card, (card.epoch, 0))
+        self._connect(link)
+
+    def on_close(self, link: Link) -> None:
+        """The other end is gone: forget its agent."""
+        agent = self._agents.pop(link, None)
+        if agent is not None:
+            self._agent.lose_peer(agent.peer)
+
+    def _connect(self, link: Link) -> None:
+        agent = self._agents.get(link)
+        if agent is None:
+            return
+        epoch, attempt = agent.peer
+        agent.peer = peer = (epoch, attempt + 1)
+
+        def done(error: TransferError | None) -> None:
+            if self._agents.get(link) is not agent or agent.peer != peer:
+                return
+            if error is None:
+                agent.connected = True
+                logger.info("KV of %s is read from agent %s", link.peer_id, epoch)
+            else:
+                self._disconnect(link, agent, error)
+
+        self._agent.add_peer(peer, agent.card, done)
+
+    def _disconnect(self, link: Link, agent: _Agent, error: TransferError) -> None:
+        """Until it is tried again, the link carries what would be read."""
+        logger.warning("KV of %s comes over the link: %s", link.peer_id, error)
+        agent.connected = False
+        self._agent.lose_peer(agent.peer)
+        if error.stage != "offer":  # what does not fit now never will
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect, link)
+
+    def ready(
+        self,
+        link: Link,
+        epoch: str,
+        entries: Sequence[tuple[int, int, int | None]],
+        intake: ReadIntake,
+        *,
+        landed: Callable[[int], None],
+        failed: Callable[[TransferError], None],
+    ) -> None:
+        """Read the blocks that `entries` offer. `landed` gets the bytes of each READ that is there
+        and checked; `failed` says why there is none.
+
+        Raises TransferError for an offer of another process or outside the transfer.
+        """
+        agent = self._agents.get(link)
+        if agent is None or not agent.connected or agent.card.epoch != epoch:
+            raise TransferError(
+                f"blocks of agent {epoch} are offered, {self.epoch(link)} is connected: its "
+                "process was replaced, or a READ from it failed",
+                stage="link",
+            )
+        if intake.closed or not entries:
+            return
+        heads: list[ChunkHead] = []
+        local: list[int] = []
+        remote: list[int] = []
+        try:
+            for first_token, block, checksum in entries:
+                head = self._whole_block(first_token, checksum or 0)
+                local.append(intake.lend(head))
+                remote.append(block)
+                heads.append(head)
+        except TransferError:
+            intake.give_back(len(local))
+            raise
+
+        def ended(read: Read, result: ReadResult) -> None:
+            self._posts.append(result.post_s)
+            if result.error is not None:
+                self.num_failures += 1
+                error = TransferError(f"READ failed: {result.error}", stage="link")
+                if agent.connected and self._agents.get(link) is agent:
+                    self._disconnect(link, agent, error)
+                failed(error)
+                return
+            try:
+                for head, (_, _, checksum) in zip(heads, entries, strict=True):
+                    intake.landed(head, summed=checksum is not None)
+            except TransferError as error:
+                failed(error)
+                return
+            num_bytes = sum(head.num_bytes for head in heads)
+            self.bytes_read += num_bytes
+            landed(num_bytes)
+
+        def quiet(read: Read) -> None:
+            reads = self._open[intake]
+            del reads[read]
+            if not reads:
+                del self._open[intake]
+            intake.give_back(len(heads))
+
+        read = self._agent.read(agent.peer, local, remote, ended=ended, quiet=quiet)
+        self._open.setdefault(intake, {})[read] = tuple(heads)
+
+    def cancel(self, intake: KVIntake) -> None:
+        """Nobody waits for this intake's READs any more. What flies ends by itself: see
+        `ReadIntake.lent`."""
+        if isinstance(intake, ReadIntake):
+            for read in self._open.get(intake, ()):
+                self._agent.cancel(read)
+
+    def close(self) -> None:
+        self._agent.close()
+
+    def _whole_block(self, first_token: int, checksum: int) -> ChunkHead:
+        layout = self._layout
+        return ChunkHead(
+            first_layer=0,
+            last_layer=layout.num_layers,
+            first_token=first_token,
+            num_tokens=self._page,
+            first_head=0,
+            last_head=layout.num_kv_heads,
+            num_bytes=self._page * layout.bytes_per_token,
+            checksum=checksum,
+        )

@@ -1,0 +1,575 @@
+"""KV blocks read straight from another replica's pool into this one's, by NIXL.
+
+One agent a replica, on a thread of its own: the library is used from that thread alone (its Python
+agent has no locks) and never from an event loop. The pool is registered once; descriptor lists (one
+descriptor a block, the pool being block-major) are prepared once here and once a peer.
+
+An agent's name is new with every process, and travels with every offer as its `epoch`: what was
+offered by a process that is gone can't be read from the one that took its place.
+
+NIXL's own notifications are not used: they come on a connection that proves nothing about its other
+end, and everything they could say is said on the link, in order with everything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError, TransferError
+from engine.transfer.checksum import checksum
+from engine.transfer.nixl_reads import (
+    DropPeer,
+    Failed,
+    Landed,
+    PeerId,
+    Polled,
+    Post,
+    Quiet,
+    ReadAction,
+    ReadId,
+    ReadTable,
+    Release,
+)
+
+if TYPE_CHECKING:
+    from engine.execution.pool import KVPool
+
+logger = logging.getLogger(__name__)
+
+AGENT_CARD_VERSION = 1
+SETTLE_S = 1.0
+"""How long blocks of a READ that failed stay untouched after its endpoint was closed: what the
+network card had begun ends within it."""
+
+START_LIMIT_S = 60.0
+CLOSE_LIMIT_S = 5.0
+_PROGRESS_PAUSE_US = 10_000
+_POLL_FIRST_S = 50e-6
+_POLL_LAST_S = 1e-3
+_POLL_UNWANTED_S = 20e-3
+"""READs that nobody waits for are looked at this often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCard:
+    """What a peer needs in order to read from this pool. Only an authenticated link carries it:
+    with it anybody who reaches the agent's ports reads the whole pool."""
+
+    epoch: str
+    """Name of the agent: new with every process."""
+
+    metadata: bytes
+    """The library's own: addresses and keys of the registered memory."""
+
+    address: int
+    """Of block 0, in the memory of the process that made this card."""
+
+    block_bytes: int
+    num_blocks: int
+    block_tokens: int
+    device: str
+    """`cpu` or `cuda:0`."""
+
+    fingerprint: str
+    """Of the model whose KV it is."""
+
+    version: int = AGENT_CARD_VERSION
+
+    def to_wire(self) -> list[Any]:
+        return [
+            self.version,
+            self.epoch,
+            self.metadata,
+            self.address,
+            self.block_bytes,
+            self.num_blocks,
+            self.block_tokens,
+            self.device,
+            self.fingerprint,
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> AgentCard:
+        """Raises TransferError for another version or a malformed list."""
+        if not wire or wire[0] != AGENT_CARD_VERSION or len(wire) != 9:
+            raise TransferError(
+                f"agent card version {wire[0] if wire else None}, this side speaks "
+                f"{AGENT_CARD_VERSION}: run equal releases on both pools",
+                stage="offer",
+            )
+        _, epoch, metadata, address, block_bytes, num_blocks, block_tokens, device, print_ = wire
+        return cls(
+            epoch=epoch,
+            metadata=metadata,
+            address=address,
+            block_bytes=block_bytes,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            device=device,
+            fingerprint=print_,
+        )
+
+
+def require_nixl() -> None:
+    """Raise ConfigError, with what to install, where NIXL can't be imported."""
+    _library()
+
+
+def _library() -> tuple[Any, Any]:
+    """NIXL's Python API and the bindings under it. `nixl` is but a chooser between the two others,
+    which come for CUDA 12 and 13 and need neither."""
+    failure: ImportError | None = None
+    for package in ("nixl_cu13", "nixl_cu12"):
+        try:
+            return import_module(f"{package}._api"), import_module(f"{package}._bindings")
+        except ImportError as error:
+            if failure is None or not isinstance(error, ModuleNotFoundError):
+                failure = error
+    raise ConfigError(
+        f"transport=nixl: NIXL can't be imported ({failure}); install it with "
+        "`pip install 'tailrace[nixl]'`, or set transport: link"
+    ) from failure
+
+
+def _make_agent(name: str) -> Any:
+    """An agent whose progress thread sleeps while there is nothing to do.
+
+    `nixl_agent` fixes its pause at 0, which is a thread that never sleeps: a third of a core here.
+    What there is to do wakes it in any case; the pause only bounds how long it trusts that.
+    """
+    api, bindings = _library()
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    config = bindings.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, _PROGRESS_PAUSE_US
+    config.useListenThread, config.listenPort = False, 0
+    config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+    config.captureTelemetry = False
+    agent.agent = bindings.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """How a READ ended, for its owner. Exactly one a READ, unless it was cancelled before."""
+
+    error: str | None
+    post_s: float
+    """Time the library took to post it."""
+
+    seconds: float
+    """From the post to the last byte."""
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A READ as its owner holds it."""
+
+    read_id: ReadId
+    peer: PeerId
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+    ended: Callable[[Read, ReadResult], None]
+    quiet: Callable[[Read], None]
+    """Called once, after `ended` or a cancel: nothing writes into the blocks any more."""
+
+    # What follows is the agent's thread's alone.
+    handle: Any = None
+    posted_s: float = 0.0
+    post_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    blocks: Any
+    """Prepared descriptor list of its pool."""
+
+
+@dataclass(slots=True)
+class AgentCounters:
+    """Totals since start. Written by the agent's thread."""
+
+    posts: int = 0
+    post_s: float = 0.0
+    bytes_landed: int = 0
+    failures: int = 0
+    peers: dict[PeerId, str] = field(default_factory=lambda: dict[PeerId, str]())
+
+
+class NixlAgent:
+    """The agent's thread. Its methods may be called from any thread and return at once.
+
+    `deliver` carries every callback to the thread that owns the requests (an event loop's
+    `call_soon_threadsafe`). `start` blocks until the pool is registered.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        deliver: Callable[..., Any],
+        *,
+        window_bytes: int,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self.counters = AgentCounters()
+        self._pool = pool
+        self._deliver = deliver
+        self._table = ReadTable(window_bytes=window_bytes, settle_s=settle_s)
+        self._reads: dict[ReadId, Read] = {}
+        self._peers: dict[PeerId, _Peer] = {}
+        self._ids = itertools.count(1)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._card: AgentCard | None = None
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        # The library's, all of them the thread's alone.
+        self._agent: Any = None
+        self._local: Any = None
+        self._registered: Any = None
+
+    # For owners
+
+    def start(self) -> AgentCard:
+        """Make the agent and register the pool. Raises ConfigError where that can't be done."""
+        require_nixl()
+        self._thread.start()
+        if not self._ready.wait(START_LIMIT_S):
+            raise ConfigError(
+                f"transport=nixl: the agent did not start within {START_LIMIT_S:g} s; "
+                "set transport: link"
+            )
+        if self._error is not None:
+            raise ConfigError(
+                f"transport=nixl: the pool could not be registered ({self._error}); see the UCX "
+                "messages above, or set transport: link"
+            ) from self._error
+        return self.card
+
+    @property
+    def card(self) -> AgentCard:
+        assert self._card is not None, "the agent has not started"
+        return self._card
+
+    def add_peer(
+        self, peer: PeerId, card: AgentCard, done: Callable[[TransferError | None], None]
+    ) -> None:
+        """Connect to a peer, prepare its descriptors and read a few bytes, so that the first
+        request finds everything warm. `peer` is forgotten by `lose_peer`."""
+        self._do(lambda: self._add_peer(peer, card, done))
+
+    def lose_peer(self, peer: PeerId) -> None:
+        """The peer is gone. What is in flight from it is watched to its end."""
+        self._do(lambda: self._act(self._table.lose_peer(peer, time.monotonic())))
+
+    def read(
+        self,
+        peer: PeerId,
+        local: Sequence[int],
+        remote: Sequence[int],
+        *,
+        ended: Callable[[Read, ReadResult], None],
+        quiet: Callable[[Read], None],
+    ) -> Read:
+        """Copy the peer's blocks `remote` over the blocks `local`, in order."""
+        assert len(local) == len(remote), "as many blocks on both sides"
+        read = Read(next(self._ids), peer, tuple(local), tuple(remote), ended, quiet)
+        num_bytes = len(local) * self.card.block_bytes
+
+        def submit() -> None:
+            self._reads[read.read_id] = read
+            self._act(self._table.submit(read.read_id, peer, num_bytes))
+
+        self._do(submit)
+        return read
+
+    def cancel(self, read: Read) -> None:
+        """`ended` may still come if it was on its way; `quiet` comes in any case."""
+        self._do(lambda: self._act(self._table.cancel(read.read_id)))
+
+    def checksums(
+        self, blocks: Sequence[int], done: Callable[[tuple[int | None, ...]], None]
+    ) -> None:
+        """Of whole blocks of this pool, computed off the caller's thread; None for each in
+        the memory of a device."""
+        chosen = tuple(blocks)
+        self._do(lambda: self._deliver(done, self._checksums(chosen)))
+
+    def reconfigure(self, window_bytes: int) -> None:
+        self._table.window_bytes = window_bytes
+
+    @property
+    def num_open(self) -> int:
+        """READs that are not over: queued, in flight or settling."""
+        return len(self._reads)
+
+    def close(self) -> None:
+        """End the thread. READs in flight are given up: the process is about to end."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_LIMIT_S)
+
+    # The thread
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        pause_s: float | None = None
+        while not self._closing:
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            busy = bool(self._inbox)
+            while self._inbox:
+                command = self._inbox.popleft()
+                try:
+                    command()
+                except Exception:
+                    logger.exception("a command of the NIXL agent failed")
+            busy |= self._poll()
+            pause_s = self._pause(pause_s, busy)
+        self._shut()
+
+    def _pause(self, last_s: float | None, busy: bool) -> float | None:
+        """How long to sleep: READs end without waking anybody, so they are looked at often when
+        something happens and ever less while nothing does."""
+        if not self._reads:
+            return None
+        if not any(wanted for _, wanted in self._table.flying()):
+            return _POLL_UNWANTED_S
+        if busy or last_s is None:
+            return _POLL_FIRST_S
+        return min(2 * last_s, _POLL_LAST_S)
+
+    def _poll(self) -> bool:
+        """Look at every READ in flight. True if one ended."""
+        ended = False
+        for read_id, _ in self._table.flying():
+            state = self._state(self._reads[read_id])
+            if state is not Polled.PROC:
+                ended = True
+                self._act(self._table.posted(read_id, state, time.monotonic()))
+        if self._table.num_settling:
+            self._act(self._table.tick(time.monotonic()))
+        return ended
+
+    def _act(self, actions: Iterable[ReadAction]) -> None:
+        left = deque(actions)
+        while left:
+            match left.popleft():
+                case Post(read_id):
+                    state = self._post(self._reads[read_id])
+                    left.extend(self._table.posted(read_id, state, time.monotonic()))
+                case Landed(read_id):
+                    self._landed(self._reads.pop(read_id))
+                case Failed(read_id, why):
+                    self.counters.failures += 1
+                    read = self._reads[read_id]
+                    result = ReadResult(why, read.post_s, 0.0)
+                    self._deliver(read.ended, read, result)
+                case Quiet(read_id):
+                    read = self._reads.pop(read_id)
+                    self._deliver(read.quiet, read)
+                case Release(read_id):
+                    self._release(self._reads[read_id])
+                case DropPeer(peer):
+                    self._drop(peer)
+
+    def _landed(self, read: Read) -> None:
+        seconds = time.monotonic() - read.posted_s
+        self.counters.bytes_landed += len(read.local) * self.card.block_bytes
+        result = ReadResult(None, read.post_s, seconds)
+        self._deliver(read.ended, read, result)
+        self._deliver(read.quiet, read)
+
+    def _checksums(self, blocks: Sequence[int]) -> tuple[int | None, ...]:
+        if self._pool.data.device.type != "cpu":
+            return (None,) * len(blocks)
+        layers = self._pool.layout.num_layers
+        return tuple(checksum(self._pool.block_bytes(block, 0, layers)) for block in blocks)
+
+    # The library
+
+    def _open(self) -> None:
+        pool = self._pool
+        data = pool.data
+        block_bytes = data[0].numel() * data.element_size()
+        epoch = f"tailrace-{uuid.uuid4().hex}"
+        agent = self._agent = _make_agent(epoch)
+        kind, device = _place(str(data.device))
+        self._registered = agent.register_memory(data)
+        rows = _rows(data.data_ptr(), block_bytes, pool.num_blocks, device)
+        self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, kind)
+        self._card = AgentCard(
+            epoch=epoch,
+            metadata=agent.get_agent_metadata(),
+            address=data.data_ptr(),
+            block_bytes=block_bytes,
+            num_blocks=pool.num_blocks,
+            block_tokens=pool.block_tokens,
+            device=str(data.device),
+            fingerprint=pool.layout.fingerprint,
+        )
+
+    def _add_peer(
+        self, peer: PeerId, card: AgentCard, done: Callable[[TransferError | None], None]
+    ) -> None:
+        ours, agent = self.card, self._agent
+        if (card.fingerprint, card.block_bytes) != (ours.fingerprint, ours.block_bytes):
+            error = TransferError(
+                f"blocks of {card.block_bytes} bytes of model {card.fingerprint}, here they have "
+                f"{ours.block_bytes} of {ours.fingerprint}: KV comes over the link instead",
+                stage="offer",
+            )
+            self._deliver(done, error)
+            return
+        if any(known.name == card.epoch for known in self._peers.values()):
+            # Dropping the old connection would take the new one's keys along.
+            error = TransferError("READs of its last connection are not over", stage="connect")
+            self._deliver(done, error)
+            return
+        name = ""
+        try:
+            name = agent.add_remote_agent(card.metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+            if name != card.epoch:
+                raise TransferError(
+                    f"agent {name!r} answers where {card.epoch!r} was announced", stage="offer"
+                )
+            agent.make_connection(name)
+            kind, device = _place(card.device)
+            rows = _rows(card.address, card.block_bytes, card.num_blocks, device)
+            blocks = agent.prep_xfer_dlist(name, rows, kind)
+        except Exception as error:
+            if name:
+                self._forget_agent(name)
+            self._deliver(done, _as_transfer_error(error))
+            return
+        self._peers[peer] = _Peer(name, blocks)
+        self._table.add_peer(peer)
+        self.counters.peers[peer] = name
+
+        def warm(read: Read, result: ReadResult) -> None:
+            failed = None if result.error is None else TransferError(result.error, stage="connect")
+            done(failed)
+
+        # Block 0 holds padding on both sides and is nobody's.
+        self.read(peer, (0,), (0,), ended=warm, quiet=lambda read: None)
+
+    def _post(self, read: Read) -> Polled:
+        peer, agent = self._peers[read.peer], self._agent
+        import numpy as np
+
+        read.posted_s = began = time.monotonic()
+        try:
+            read.handle = agent.make_prepped_xfer(
+                "READ",
+                self._local,
+                np.asarray(read.local, dtype=np.int32),
+                peer.blocks,
+                np.asarray(read.remote, dtype=np.int32),
+            )
+            state = Polled(agent.transfer(read.handle))
+        except Exception as error:
+            logger.warning("READ from %s could not be posted: %s", peer.name, error)
+            state = Polled.ERR
+        read.post_s = time.monotonic() - began
+        self.counters.posts += 1
+        self.counters.post_s += read.post_s
+        return state
+
+    def _state(self, read: Read) -> Polled:
+        try:
+            return Polled(self._agent.check_xfer_state(read.handle))
+        except Exception as error:
+            logger.warning("READ from %s failed: %s", self._peers[read.peer].name, error)
+            return Polled.ERR
+
+    def _release(self, read: Read) -> None:
+        handle, read.handle = read.handle, None
+        if handle is None:
+            return
+        try:
+            handle.release()
+        except Exception as error:
+            logger.warning("the handle of a READ could not be released: %s", error)
+
+    def _drop(self, peer_id: PeerId) -> None:
+        peer = self._peers.pop(peer_id)
+        self.counters.peers.pop(peer_id, None)
+        try:
+            peer.blocks.release()
+        except Exception as error:
+            logger.warning("descriptors of %s could not be released: %s", peer.name, error)
+        self._forget_agent(peer.name)
+
+    def _forget_agent(self, name: str) -> None:
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:
+            logger.warning("agent %s could not be forgotten: %s", name, error)
+
+    def _shut(self) -> None:
+        if self._table.num_flying:
+            # What flies writes into the pool and needs the library: both stay until the process
+            # ends, which is about to.
+            _KEPT.append((self._agent, self._pool, self._reads))
+            return
+        for peer_id in list(self._peers):
+            self._drop(peer_id)
+        try:
+            self._local.release()
+            self._agent.deregister_memory(self._registered)
+        except Exception as error:
+            logger.warning("the NIXL agent did not end cleanly: %s", error)
+        self._local = self._registered = self._agent = None
+
+
+_KEPT: list[Any] = []
+
+
+def _place(device: str) -> tuple[str, int]:
+    """Memory kind and device number, as NIXL names them."""
+    kind, _, number = device.partition(":")
+    return ("VRAM" if kind == "cuda" else "DRAM"), int(number or 0)
+
+
+def _as_transfer_error(error: Exception) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(f"no NIXL connection: {type(error).__name__}: {error}", stage="connect")
+
+
+def _rows(address: int, block_bytes: int, num_blocks: int, device: int) -> Any:
+    """`[num_blocks, 3]`: address, length and device of each block. NumPy, because NIXL takes a list
+    of tuples element by element (vllm#48209)."""
+    import numpy as np
+
+    rows = np.empty((num_blocks, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(
+        block_bytes
+    )
+    rows[:, 1] = block_bytes
+    rows[:, 2] = device
+    return rows

@@ -1,0 +1,74 @@
+"""The receiving half of a transfer that reads: which blocks READs may still write into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.errors import TransferError
+from engine.transfer.checksum import checksum
+from engine.transfer.intake import KVIntake
+from engine.transfer.manifest import ChunkHead
+
+if TYPE_CHECKING:
+    from engine.transfer.memory import KVMemory
+
+
+class ReadIntake(KVIntake):
+    """A `KVIntake` whose whole blocks a one-sided READ may fill."""
+
+    def __init__(
+        self, pool: KVMemory, blocks: tuple[int, ...], *, first_token: int, num_tokens: int
+    ) -> None:
+        super().__init__(pool, blocks, first_token=first_token, num_tokens=num_tokens)
+        self.lent = 0
+        """Blocks that a READ may still write into, also after `close`: they must not be used for
+        anything else until `on_quiet`."""
+
+        self.on_quiet: Callable[[], None] | None = None
+        """Called when `lent` is 0 again after `close`."""
+
+        self._lent: dict[int, memoryview] = {}
+        """Memory by first token, of every block that was ever lent."""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def lend(self, head: ChunkHead) -> int:
+        """The block that a READ of `head`, a whole block, is to fill. Say `landed` when its bytes
+        are there and `give_back` when nothing writes into it any more.
+
+        Raises TransferError as `memory` does, for anything but a whole block of this pool, and for
+        one that was lent before.
+        """
+        pool = self._pool
+        layout, page, first_token = pool.layout, pool.block_tokens, head.first_token
+        layers, heads = (head.first_layer, head.last_layer), (head.first_head, head.last_head)
+        if (layers, heads) != ((0, layout.num_layers), (0, layout.num_kv_heads)) or (
+            head.num_tokens,
+            first_token % page,
+        ) != (page, 0):
+            raise TransferError(f"{head} is no whole block here: it can't be read", stage="chunk")
+        if first_token in self._lent:
+            raise TransferError(f"block {head} was offered twice", stage="chunk")
+        memory = self.memory(head)
+        assert memory is not None, "lend after close"
+        self._lent[first_token] = memory
+        self.lent += 1
+        return self._blocks[first_token // page]
+
+    def landed(self, head: ChunkHead, *, summed: bool) -> None:
+        """The block lent for `head` is filled. Raises TransferError as `received` does.
+
+        summed: the sender could compute a checksum.
+        """
+        memory = self._lent[head.first_token]
+        self.received(head if summed else replace(head, checksum=checksum(memory)), memory)
+
+    def give_back(self, num_blocks: int) -> None:
+        """Nothing writes into this many lent blocks any more."""
+        self.lent -= num_blocks
+        if not self.lent and self._closed and self.on_quiet is not None:
+            self.on_quiet()
