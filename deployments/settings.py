@@ -75,8 +75,9 @@ class ModelArgs(_Strict):
     backend: Literal["auto", "native", "torch"] = "auto"
     """`native` is refused where it can't be had, `auto` then takes `torch`."""
 
-    quantisation: Literal["keep", "none", "int8", "int4"] = "keep"
-    """Of the matrices: as the file stores them, numbers of `dtype`, or codes rounded at load."""
+    quantisation: Literal["keep", "none", "int8", "int4", "fp8"] = "keep"
+    """Of the matrices: as the file stores them, numbers of `dtype`, or codes rounded at load. fp8:
+    on GPUs."""
 
     quantisation_group: Literal[32, 64, 128] | None = None
     """Inputs that share a scale, with int8 and int4. None: 32."""
@@ -84,13 +85,26 @@ class ModelArgs(_Strict):
     kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "int8"] = "auto"
     """Of keys and values: the dtype of activations, or int8 codes with scales."""
 
-    accelerator: Literal["cpu"] = "cpu"
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+    """`gpu`: each replica needs one (`ray_actor_options: {num_gpus: 1}`), each rank gets one."""
+
+    attention: Literal["auto", "flash", "varlen", "triton"] = "auto"
+    """On a GPU: flash-attn (blocks of a multiple of 256 tokens), torch's own kernel, or Triton's.
+    `auto`: the first that does what the model needs."""
+
+    cuda_graphs: bool = True
+    """On a GPU: record decode steps at start-up and repeat them."""
+
     max_context_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
     kv_memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
     block_tokens: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
+    reuse_tokens: int | None = Field(default=None, ge=1)
+    """Of large blocks that two prompts share in part, so many leading tokens at a time are copied.
+    It divides `block_tokens`. None: 32 where blocks are a larger multiple of it."""
+
     num_threads: int | None = Field(default=None, ge=1)
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Ranks that share each layer of a replica's model, each a process."""
@@ -131,6 +145,8 @@ class ModelArgs(_Strict):
                 name=self.name,
                 source=self.source,
                 dtype=self.dtype,
+                accelerator=self.accelerator,
+                attention=self.attention,
                 backend=self.backend,
                 quantisation=self.quantisation,
                 quantisation_group=self.quantisation_group,
@@ -142,6 +158,8 @@ class ModelArgs(_Strict):
             block_tokens=self.block_tokens,
             num_blocks=self.num_blocks,
             prefix_caching=self.prefix_caching,
+            reuse_tokens=self.reuse_tokens,
+            cuda_graphs=self.cuda_graphs,
             scheduler=scheduler,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,

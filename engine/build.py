@@ -18,6 +18,7 @@ from engine.execution.ranks.executor import RankExecutor, RankGroupStart
 from engine.execution.ranks.launch import LocalProcesses, RankLauncher
 from engine.execution.ranks.pool import ShardedPool, whole_layout
 from engine.execution.ranks.wire import machine
+from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import KVLayout, Model
 from engine.sampling.sampler import Sampler
@@ -86,8 +87,26 @@ def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltE
     config = _resolve(config, model, model.layout.bytes_per_token)
     assert config.num_blocks is not None
     pool = KVPool(model.layout, config.num_blocks, config.block_tokens, model.device)
-    executor = LocalExecutor(model, pool, Sampler(model.vocab_size, model.eos_token_ids))
-    return BuiltEngine(_join(config, model, pool, executor, tokenizer), pool, model)
+    return BuiltEngine(
+        _join(config, model, pool, _executor(config, model, pool), tokenizer), pool, model
+    )
+
+
+def _executor(config: EngineConfig, model: Model, pool: KVPool) -> Executor:
+    """Raises ConfigError where a GPU has no attention for this model and pool."""
+    if isinstance(model, Decoder) and model.device.type == "cuda":
+        from engine.execution.gpu import gpu_executor
+
+        assert config.max_context_tokens is not None
+        return gpu_executor(
+            model,
+            pool,
+            wanted=config.model.attention,
+            graphs=config.cuda_graphs,
+            max_running_requests=config.scheduler.max_running_requests,
+            max_context_tokens=config.max_context_tokens,
+        )
+    return LocalExecutor(model, pool, Sampler(model.vocab_size, model.eos_token_ids))
 
 
 def _build_on_ranks(

@@ -10,7 +10,9 @@ from engine.models.shard import Grid
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 Backend = Literal["auto", "native", "torch"]
-Quantisation = Literal["keep", "none", "int8", "int4"]
+Quantisation = Literal["keep", "none", "int8", "int4", "fp8"]
+Accelerator = Literal["cpu", "gpu"]
+Attention = Literal["auto", "flash", "varlen", "triton"]
 
 KVDType = Literal["auto", "float64", "float32", "bfloat16", "int8"]
 
@@ -38,6 +40,14 @@ class ModelConfig:
     dtype: DType = "auto"
     """`auto`: bfloat16 where the CPU multiplies it natively, else float32."""
 
+    accelerator: Accelerator = "cpu"
+    """Where it is computed. A `gpu` needs CUDA and a device that this process sees; `dtype: auto`
+    is bfloat16 there."""
+
+    attention: Attention = "auto"
+    """On a GPU: flash-attn, torch's own kernel or Triton's. `auto`: the first of them that does
+    what the model and its pool need; start-up says which, and why none does."""
+
     backend: Backend = "auto"
     """What computes a step: `torch`, or the package's own `native` code (refused where it was not
     built or lacks the dtype). `auto`: native for bfloat16 and float32 where possible. Their KV
@@ -46,7 +56,8 @@ class ModelConfig:
     quantisation: Quantisation = "keep"
     """What the matrices are kept as. `keep`: what the file stores, as codes where it is quantised
     (and codes lose nothing); `none`: numbers of `dtype`; `int8`, `int4`: rounded to codes at load,
-    each group of inputs with a scale (the head to int8 with either)."""
+    each group of inputs with a scale (the head to int8 with either); `fp8`: e4m3 with a scale an
+    output, on GPUs of compute capability 8.9 or more (the head stays in `dtype`)."""
 
     quantisation_group: int | None = None
     """Inputs that share a scale, with int8 and int4: 32, 64 or 128. None: 32."""
@@ -57,6 +68,21 @@ class ModelConfig:
     bfloat16. Its KV is exchanged with that of replicas with int8 only."""
 
     def __post_init__(self) -> None:
+        if self.accelerator == "cpu":
+            for name, value, other in (
+                ("quantisation", self.quantisation == "fp8", "int8 or int4"),
+                ("attention", self.attention != "auto", "auto"),
+            ):
+                if value:
+                    raise ConfigError(
+                        f"model {self.name!r}: {name}={getattr(self, name)!r} is for GPUs: use "
+                        f"{other}, or accelerator: gpu"
+                    )
+        elif self.backend == "native":
+            raise ConfigError(
+                f"model {self.name!r}: backend='native' computes on CPUs: use auto, or "
+                "accelerator: cpu"
+            )
         group = self.quantisation_group
         if group is None:
             return
@@ -158,6 +184,9 @@ class EngineConfig:
     reuse_tokens: int | None = None
     """See `CacheConfig.reuse_tokens`. None: 32 where blocks are a larger multiple of that, else
     whole blocks; as many as `block_tokens`: whole blocks."""
+
+    cuda_graphs: bool = True
+    """On a GPU: decode steps are recorded once, at start-up, and repeated."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_threads: int | None = None

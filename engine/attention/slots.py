@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.attention.backend import StepContext
 from engine.execution.pool import KVPool
+from engine.quantisation.kv_codes import to_codes
 
 Index = tuple[Tensor, Tensor]
 """Block and offset of each token, both `[tokens]` int64: an index into a layer of the pool."""
@@ -19,6 +20,11 @@ def written(step: StepContext, block_tokens: int) -> Index:
 
 def store(k: Tensor, v: Tensor, layer: int, pool: KVPool, at: Index) -> None:
     """Write k and v, `[tokens, kv_heads, dim]`, to their places."""
+    if pool.layout.coded:
+        k, key_scales = to_codes(k)
+        v, value_scales = to_codes(v)
+        pool.key_scales(layer).index_put_(at, key_scales)
+        pool.value_scales(layer).index_put_(at, value_scales)
     pool.keys(layer).index_put_(at, k)
     pool.values(layer).index_put_(at, v)
 

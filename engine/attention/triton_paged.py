@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.backend import StepContext
-from engine.attention.slots import Index, written
+from engine.attention.slots import Index, store, written
 from engine.execution.pool import KVPool
 
 SPLIT_KEYS = 512
@@ -439,8 +439,8 @@ class TritonAttention:
             self._at = written(step, pool.block_tokens)
             self._step = step
         assert self._at is not None
-        pool.keys(layer).index_put_(self._at, k)
-        pool.values(layer).index_put_(self._at, v)
+        store(k, v, layer, pool, self._at)
+        coded = pool.layout.coded
         return paged_attention(
             q,
             pool.keys(layer),
@@ -453,4 +453,6 @@ class TritonAttention:
             softmax_scale=self._scale,
             window=self._window,
             softcap=self._softcap,
+            key_scales=pool.key_scales(layer) if coded else None,
+            value_scales=pool.value_scales(layer) if coded else None,
         )

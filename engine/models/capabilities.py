@@ -14,7 +14,7 @@ from engine.config import KVDType
 from engine.models.architecture import Activation, Architecture
 from engine.models.model import SCALE_BYTES
 
-BackendName = Literal["native", "torch"]
+BackendName = Literal["native", "torch", "gpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,13 @@ CAPABILITIES: Final[Mapping[BackendName, Capabilities]] = {
         code_groups="multiples of 32",
     ),
     "torch": Capabilities(dtypes=("float32", "bfloat16", "float64"), kv_dtypes=("int8",)),
+    # What its attention backends and devices lack besides: `engine.attention.capabilities`.
+    "gpu": Capabilities(
+        dtypes=("float32", "bfloat16"),
+        kv_dtypes=("int8",),
+        code_bits=(4, 8),
+        code_groups="multiples of 32",
+    ),
 }
 
 

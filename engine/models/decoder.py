@@ -13,7 +13,7 @@ behind the down product, to which the residual is added once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from engine.attention.backend import AttentionBackend, StepContext
 from engine.attention.cpu import CpuAttention
 from engine.execution.pool import KVPool
 from engine.models.architecture import Architecture, Rope
-from engine.models.linear import Linear
+from engine.models.linear import Linear, LinearLike, Products
 from engine.models.model import KVLayout
 from engine.models.parallel import TensorGroup
 from engine.models.shard import Grid, Shard, Span, shards
@@ -79,13 +79,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @dataclass(slots=True)
 class _Layer:
     attn_norm: Tensor
-    qkv: Linear
+    qkv: LinearLike
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Linear
+    o: LinearLike
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearLike
+    down: LinearLike
 
 
 class Decoder:
@@ -94,8 +94,8 @@ class Decoder:
     tensors: the canonical names of `engine.models.architecture`, each read once and converted to
     `dtype`, of which a shard reads its slices only. fingerprint: of the weights in that dtype;
     equal fingerprints make KV exchangeable. shard: None for the whole model; `group` is the ranks
-    of its stage. kv_codes: keys and values are kept as int8 codes. Not thread-safe: one pass at a
-    time.
+    of its stage. kv_codes: keys and values are kept as int8 codes. products: what multiplies, on
+    another device than a CPU. Not thread-safe: one pass at a time.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Decoder:
         shard: Shard | None = None,
         group: TensorGroup | None = None,
         kv_codes: bool = False,
+        products: Products | None = None,
     ) -> None:
         self.architecture = architecture
         self.shard = shard = shard or shards(architecture, Grid())[0]
@@ -154,12 +155,29 @@ class Decoder:
             self.weight_bytes += tensor.numel() * tensor.itemsize
             return tensor
 
-        def fuse(prefix: str, *names: str) -> Linear:
-            weight = torch.cat([take(f"{prefix}.{name}", 0, rows[name]) for name in names])
+        def product(
+            names: Sequence[str], weight: Callable[[], Tensor], bias: Tensor | None = None
+        ) -> LinearLike:
+            if products is None:
+                return Linear(count(weight()), bias)
+            coded = None if is_split else products.coded(names, bias)
+            if coded is None:
+                return products.dense(count(weight()), bias)
+            self.weight_bytes += coded.num_bytes
+            return coded
+
+        def fuse(prefix: str, *names: str) -> LinearLike:
+            def weight() -> Tensor:
+                return torch.cat([take(f"{prefix}.{name}", 0, rows[name]) for name in names])
+
             bias = None
             if architecture.qkv_bias and names == ("q", "k", "v"):
                 bias = torch.cat([take(f"{prefix}.{name}.bias", 0, rows[name]) for name in names])
-            return Linear(count(weight), bias)
+            return product([f"{prefix}.{name}" for name in names], weight, bias)
+
+        def shared(name: str, span: Span) -> LinearLike:
+            """A product whose inputs are shared out among ranks."""
+            return product([name], lambda: take(name, 1, span))
 
         def vocabulary(name: str) -> Tensor:
             """This rank's rows, filled up with zeros to as many as every rank has."""
@@ -180,18 +198,23 @@ class Decoder:
                         qkv=fuse(at, "q", "k", "v"),
                         q_norm=take(f"{at}.q_norm") if architecture.qk_norm else None,
                         k_norm=take(f"{at}.k_norm") if architecture.qk_norm else None,
-                        o=Linear(count(take(f"{at}.o", 1, rows["q"]))),
+                        o=shared(f"{at}.o", rows["q"]),
                         mlp_norm=take(f"{at}.mlp_norm"),
                         gate_up=fuse(at, "gate", "up"),
-                        down=Linear(count(take(f"{at}.down", 1, shard.inner))),
+                        down=shared(f"{at}.down", shard.inner),
                     )
                 )
             if shard.is_last_stage:
                 self._norm = take("norm")
-                self._head = Linear(self._embed if tied else vocabulary("head"))
+                head = self._embed if tied else vocabulary("head")
+                self._head = Linear(head) if products is None else products.head(head)
             self._angles = RotaryAngles(
                 architecture.rope, architecture.head_dim, dtype, self.device
             )
+
+    def use_attention(self, attention: AttentionBackend) -> None:
+        """Compute attention by another backend, as one that was chosen for the pool."""
+        self._attention = attention
 
     def forward(self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext) -> Tensor:
         """See `Model.forward`. The whole model only, not a stage of it."""

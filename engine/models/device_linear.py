@@ -7,28 +7,22 @@ codes   4 or 8 bits as they are stored or rounded                    Triton
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.capabilities import SM80, SM89, Device
-from engine.quantisation.codes import CodedMatrix
+from engine.models.linear import CodedLinearLike, LinearLike
+from engine.quantisation.codes import CodedMatrix, alike
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 _FP8_MULTIPLE = 16
 """Both sizes of an fp8 product are multiples of it."""
-
-
-class LinearLike(Protocol):
-    """What a decoder layer multiplies with. See `engine.models.linear.Linear`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor: ...
-    def unrounded(self, x: Tensor) -> Tensor: ...
 
 
 def weights_unavailable(device: Device, quantisation: str) -> str | None:
@@ -121,22 +115,71 @@ def fp8_fits(out: int, size: int) -> bool:
     return out % _FP8_MULTIPLE == 0 and size % _FP8_MULTIPLE == 0
 
 
-def device_linear(
-    weight: Tensor | CodedMatrix,
-    bias: Tensor | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    fp8: bool = False,
-) -> LinearLike:
-    """The product for one matrix. Matrices whose shape fp8 does not take stay dense."""
-    if isinstance(weight, CodedMatrix):
-        # By name: the module needs Triton, which not every machine that checks this code has.
-        CodedLinear = import_module("engine.models.triton_linear").CodedLinear
+def coded_linear(
+    matrix: CodedMatrix, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype
+) -> CodedLinearLike:
+    """The product with codes as they are kept. Needs Triton."""
+    # By name: the module needs Triton, which not every machine that checks this code has.
+    return import_module("engine.models.triton_linear").CodedLinear(
+        matrix, bias, device=device, dtype=dtype
+    )
 
-        return CodedLinear(weight, bias, device=device, dtype=dtype)
-    weight = weight.to(device=device, dtype=dtype)
-    bias = None if bias is None else bias.to(device=device, dtype=dtype)
-    if fp8 and fp8_fits(*weight.shape):
-        return Fp8Linear(weight, bias)
-    return DenseLinear(weight, bias)
+
+def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:
+    """Matrices of the same inputs one below the other; None where they have no common form."""
+    same = alike(list(matrices))
+    if same is None:
+        return None
+    first = same[0]
+    minimums = [matrix.minimums for matrix in same if matrix.minimums is not None]
+    return CodedMatrix(
+        bits=first.bits,
+        group=first.group,
+        codes=torch.cat([matrix.codes for matrix in same]),
+        scales=torch.cat([matrix.scales for matrix in same]),
+        minimums=torch.cat(minimums) if minimums else None,
+        order=first.order,
+    )
+
+
+class DeviceProducts:
+    """The products of a decoder on a GPU. See `engine.models.linear.Products`."""
+
+    def __init__(
+        self,
+        codes: Mapping[str, CodedMatrix],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: bool = False,
+    ) -> None:
+        """codes: matrices that are kept as codes, by their canonical names. fp8: the others are
+        rounded to it, but for those whose shape the kernel does not take."""
+        self._codes = codes
+        self._device = device
+        self._dtype = dtype
+        self._fp8 = fp8
+        self.num_coded = 0
+        self.num_dense = 0
+
+    def coded(self, names: Sequence[str], bias: Tensor | None) -> CodedLinearLike | None:
+        """See `Products.coded`."""
+        if any(name not in self._codes for name in names):
+            return None
+        matrix = stacked([self._codes[name] for name in names])
+        if matrix is None:
+            return None
+        self.num_coded += 1
+        return coded_linear(matrix, bias, device=self._device, dtype=self._dtype)
+
+    def dense(self, weight: Tensor, bias: Tensor | None) -> LinearLike:
+        """See `Products.dense`."""
+        if self._fp8 and fp8_fits(*weight.shape):
+            self.num_coded += 1
+            return Fp8Linear(weight, bias)
+        self.num_dense += 1
+        return DenseLinear(weight, bias)
+
+    def head(self, weight: Tensor) -> LinearLike:
+        """See `Products.head`."""
+        return DenseLinear(weight)

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class LinearLike(Protocol):
+    """What a decoder's layer multiplies with. See `Linear`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor: ...
+    def unrounded(self, x: Tensor) -> Tensor: ...
+
+
+class CodedLinearLike(LinearLike, Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """What the weight takes on the device."""
+        ...
+
+
+class Products(Protocol):
+    """Makes the products of a decoder that is not on a CPU."""
+
+    def coded(self, names: Sequence[str], bias: Tensor | None) -> CodedLinearLike | None:
+        """Of matrices that are kept as codes, one below the other; None where they are not."""
+        ...
+
+    def dense(self, weight: Tensor, bias: Tensor | None) -> LinearLike: ...
+
+    def head(self, weight: Tensor) -> LinearLike:
+        """Of the vocabulary: every token is chosen by it, so it is not rounded."""
+        ...
 
 
 @cache

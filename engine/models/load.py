@@ -10,7 +10,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from engine.config import DType, ModelConfig
+from engine.config import Accelerator, DType, ModelConfig
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture
 from engine.models.capabilities import lacks
@@ -46,6 +46,10 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
             "model: use fake or tiny where a model is needed"
         )
     if config.source == "fake":
+        if config.accelerator == "gpu":
+            raise ConfigError(
+                f"model {config.name!r}: accelerator='gpu': the fake model is Python: use cpu"
+            )
         if config.dtype not in ("auto", "float64"):
             raise ConfigError(
                 f"model {config.name!r}: dtype={config.dtype!r}: the fake model's KV holds token "
@@ -62,11 +66,12 @@ def load_model(config: ModelConfig, *, num_threads: int | None = None) -> Model:
             )
         return FakeModel()
     if config.source == "tiny":
-        dtype = torch.float64 if config.dtype == "auto" else compute_dtype(config.dtype)
+        wide = config.dtype == "auto" and config.accelerator == "cpu"
+        dtype = torch.float64 if wide else compute_dtype(config.dtype, config.accelerator)
         return build_decoder(
             config, TINY_ARCHITECTURE, tiny_tensors(), {}, dtype, tiny_fingerprint(dtype)
         )
-    dtype = compute_dtype(config.dtype)
+    dtype = compute_dtype(config.dtype, config.accelerator)
     checkpoint = load_checkpoint(config.source, dtype)
     return build_decoder(
         config,
@@ -93,6 +98,11 @@ def build_decoder(
     coded = _coded(config, architecture, tensors, stored)
     if coded:
         fingerprint = _fingerprint_of_codes(config, fingerprint)
+    if config.accelerator == "gpu":
+        from engine.models.gpu import gpu_decoder
+
+        expanded = _expanded(tensors, coded, dtype)
+        return gpu_decoder(config, architecture, expanded, coded, dtype, fingerprint)
     name = str(dtype).removeprefix("torch.")
     kv_codes = config.kv_dtype == "int8"
     # float64 is for comparing results, also between machines: torch computes it everywhere.
@@ -209,7 +219,7 @@ def _coded(
     """The matrices that the configuration wants as codes."""
     if config.quantisation == "keep":
         return stored
-    if config.quantisation == "none":
+    if config.quantisation in ("none", "fp8"):
         return {}
     group = config.quantisation_group or DEFAULT_GROUP
     head = "embed" if architecture.tied_embeddings else "head"
@@ -241,8 +251,10 @@ def _expand(coded: Mapping[str, CodedMatrix], name: str, dtype: torch.dtype) -> 
     return coded[name].expand(dtype)
 
 
-def compute_dtype(dtype: DType) -> torch.dtype:
-    """`auto` is bfloat16 where the CPU multiplies it natively, else float32."""
+def compute_dtype(dtype: DType, accelerator: Accelerator = "cpu") -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and where the CPU multiplies it natively, else float32."""
+    if dtype == "auto" and accelerator == "gpu":
+        return torch.bfloat16
     if dtype == "auto":
         return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
     return getattr(torch, dtype)

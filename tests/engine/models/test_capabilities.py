@@ -24,14 +24,14 @@ def test_every_backend_has_a_row():
     assert set(CAPABILITIES) == set(get_args(BackendName))
 
 
-@pytest.mark.parametrize("backend", CAPABILITIES)
+@pytest.mark.parametrize("backend", ["native", "torch"])
 def test_both_backends_compute_every_family_in_every_dtype(backend):
     for dtype in set(get_args(DType)) - {"auto"}:
         for activation in get_args(Activation):
             assert lacks(backend, replace(EVERYTHING, activation=activation), dtype) is None
 
 
-@pytest.mark.parametrize("backend", CAPABILITIES)
+@pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_both_backends_keep_kv_in_the_dtype_of_activations_or_as_codes(backend, dtype):
     for kv_dtype in ("auto", dtype, "int8"):
@@ -43,7 +43,7 @@ def test_both_backends_keep_kv_in_the_dtype_of_activations_or_as_codes(backend, 
     )
 
 
-@pytest.mark.parametrize("backend", CAPABILITIES)
+@pytest.mark.parametrize("backend", ["native", "torch"])
 def test_codes_need_heads_behind_which_their_scales_are_aligned(backend):
     odd = replace(EVERYTHING, head_dim=10)
     assert lacks(backend, odd, "float32") is None

@@ -9,8 +9,9 @@ from engine.attention.capabilities import Device
 from engine.models.device_linear import (
     FP8_MAX,
     DenseLinear,
+    DeviceProducts,
     Fp8Linear,
-    device_linear,
+    coded_linear,
     fp8_fits,
     to_fp8,
     weights_unavailable,
@@ -79,8 +80,11 @@ def test_fp8_products_follow_the_rounded_operands():
 def test_matrices_that_fp8_does_not_take_stay_dense():
     assert fp8_fits(32, 64)
     assert not fp8_fits(24, 64)
-    made = device_linear(torch.randn(24, 64), None, device=DEVICE, dtype=torch.bfloat16, fp8=True)
-    assert isinstance(made, DenseLinear)
+    products = DeviceProducts({}, device=DEVICE, dtype=torch.bfloat16, fp8=True)
+    assert isinstance(products.dense(torch.randn(24, 64).bfloat16(), None), DenseLinear)
+    assert isinstance(products.dense(torch.randn(32, 64).bfloat16(), None), Fp8Linear)
+    assert isinstance(products.head(torch.randn(32, 64).bfloat16()), DenseLinear)
+    assert (products.num_coded, products.num_dense) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_coded_products_are_those_of_the_weight_they_stand_for(bits, group, orde
     for minimums in (True, False) if bits == 8 else (True,):
         coded = matrix(bits, group, minimums=minimums, ordered=ordered)
         bias = torch.randn(40)
-        linear = device_linear(coded, bias, device=DEVICE, dtype=torch.float32)
+        linear = coded_linear(coded, bias, device=DEVICE, dtype=torch.float32)
         x, residual = torch.randn(rows, 160), torch.randn(rows, 40)
         want = x.double() @ coded.expand(torch.float64).t() + bias
         got = linear(x.to(DEVICE)).cpu()
@@ -142,3 +146,18 @@ def test_a_last_group_may_be_short_and_a_weight_takes_half_a_byte_an_input():
     assert (linear(x.to(DEVICE)).cpu().double() - want).abs().max() < 2e-4
     assert linear.num_bytes == 40 * 144 // 2 + 2 * 40 * 2 * 4
     assert torch.allclose(linear.expand().cpu(), coded.expand(torch.float32), atol=1e-5)
+
+
+@needs_triton
+def test_matrices_of_one_input_are_one_product_and_unlike_ones_stay_apart():
+    q = matrix(4, 64, minimums=True, ordered=False)
+    k = matrix(8, 32, minimums=False, ordered=False, out=16)
+    moved = matrix(4, 64, minimums=True, ordered=True)
+    products = DeviceProducts({"q": q, "k": k, "moved": moved}, device=DEVICE, dtype=torch.float32)
+    linear = products.coded(["q", "k"], None)
+    assert linear is not None
+    x = torch.randn(3, 160)
+    want = torch.cat([x.double() @ m.expand(torch.float64).t() for m in (q, k)], dim=1)
+    assert (linear(x.to(DEVICE)).cpu().double() - want).abs().max() < 2e-4
+    assert products.coded(["q", "moved"], None) is None
+    assert products.coded(["q", "v"], None) is None
