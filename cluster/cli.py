@@ -32,6 +32,7 @@ _LAZY = {
     "explain": "cluster.explain:explain",
     "gpus": "cluster.gpus:gpus",
     "keys": "cluster.keys:keys",
+    "quantize": "cluster.quantize.command:quantize",
     "replay": "cluster.replay.command:replay",
     "report": "cluster.report.command:report",
     "verify": "cluster.verify:verify",

@@ -31,6 +31,18 @@ def bench() -> None:
     help="What weights are kept as: as stored, expanded, or rounded at load.",
 )
 @click.option("--group", type=click.Choice(["32", "64", "128"]), help="With int8 and int4.")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "int8"]),
+    default="auto",
+    show_default=True,
+    help="What keys and values are kept in: the dtype of activations, or codes.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    help="Tokens before those that are decoded. Default: 32.",
+)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
@@ -77,6 +89,8 @@ def engine(
     dtype: str,
     quantisation: str,
     group: str | None,
+    kv_dtype: str,
+    context: int | None,
     threads: int,
     repeats: int,
     chunk: int | None,
@@ -90,7 +104,8 @@ def engine(
 ) -> None:
     """Tokens a second of one engine in one process, beside its linear layers alone.
 
-    Prefill of 512 tokens, decode of 128 tokens behind 32 at batch 1 and 16, start-up from nothing.
+    Prefill of 512 tokens, decode of 128 tokens behind 32 (or --context) at batch 1 and 16, start-up
+    from nothing.
     """
     if peers is not None:
         _peers(model, peers, peer_bins, shape, repeats, threads, traffic, report, as_json)
@@ -116,6 +131,8 @@ def engine(
         dtype=dtype,
         quantisation=quantisation,
         quantisation_group=int(group) if group else None,
+        kv_dtype=kv_dtype,
+        context=context,
         threads=threads,
         repeats=repeats,
         max_chunk_tokens=chunk,
@@ -170,7 +187,15 @@ def _peers(
     "formats",
     multiple=True,
     help="keep, int8, int4 (with a group: int4/64), q8_0, q4_1, q4_0 or float32; may be repeated. "
-    "Default: all.",
+    "Default: all of these. Or what `tailrace quantize` makes (gptq-int4, awq-int4/64, gptq-int8, "
+    "rtn-int8, ...), made for this in minutes.",
+)
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A quantised version of the model that exists; may be repeated.",
 )
 @click.option(
     "--dtype",
@@ -182,6 +207,7 @@ def _peers(
 def quality(
     model: str,
     formats: tuple[str, ...],
+    checkpoints: tuple[Path, ...],
     dtype: Literal["auto", "float32", "bfloat16"],
     as_json: bool,
 ) -> None:
@@ -191,7 +217,8 @@ def quality(
     """
     from cluster.bench.quality import FORMATS, bench_quality, table
 
-    result = bench_quality(model, formats or FORMATS, dtype=dtype, say=say)
+    chosen = formats or (() if checkpoints else FORMATS)
+    result = bench_quality(model, chosen, checkpoints=checkpoints, dtype=dtype, say=say)
     if as_json:
         emit(result)
     else:
@@ -229,6 +256,24 @@ def overhead(
     result = bench_overhead(
         url, config, model=model, effort=Effort(pairs=pairs, rounds=rounds), say=say
     )
+    if as_json:
+        emit(result)
+    else:
+        click.echo("\n".join(table(result)))
+
+
+@bench.command("transfer")
+@click.option("--pairs", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=16), default=512, show_default=True)
+@json_option
+def transfer(pairs: int, tokens: int, as_json: bool) -> None:
+    """KV of one prompt between two processes, over the link and by NIXL in turn.
+
+    The sender has computed everything already; the shape is that of the packaged model.
+    """
+    from cluster.bench.transfer import Effort, bench_transfer, table
+
+    result = bench_transfer(Effort(pairs=pairs, num_tokens=tokens), say)
     if as_json:
         emit(result)
     else:

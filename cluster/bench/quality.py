@@ -6,25 +6,24 @@ Imports torch.
 from __future__ import annotations
 
 import functools
-import math
+import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
-from torch import Tensor
 
 from cluster.bench.held_out import HELD_OUT
+from cluster.bench.reading import expanded, judge, kept, read, weights
 from cluster.bench.summary import significant
 from cluster.errors import ClusterError
-from engine.config import DType, ModelConfig
-from engine.execution.inputs import step_inputs
-from engine.execution.pool import KVPool
+from engine.config import DType
 from engine.models.load import build_decoder, compute_dtype, load_model
 from engine.models.model import Model
 from engine.quantisation.codes import CodedMatrix
-from engine.scheduling.plan import Chunk, StepPlan
 from engine.text.text_model import load_text
 from engine.weights.checkpoint import Checkpoint, Lazy
 from engine.weights.gguf_blocks import coded_matrix
@@ -33,93 +32,71 @@ from engine.weights.load import load_checkpoint
 Say = Callable[[str], None]
 
 GGUF_FORMATS = ("q8_0", "q4_1", "q4_0")
-FORMATS = ("float32", "keep", "int8", "int8/64", "int8/128", "int4", "int4/64", *GGUF_FORMATS)
+FORMATS = (
+    *("float32", "keep", "int8", "int8/64", "int8/128", "int4", "int4/64"),
+    *GGUF_FORMATS,
+    "kv-int8",
+)
 """Of weights; a number behind the stroke is the group. `keep` is what the source stores, `float32`
-the same weights expanded and computed in float32."""
+the same weights expanded and computed in float32; `kv-int8` has expanded weights too, and keys and
+values as codes."""
 
-WINDOW_TOKENS = 512
-BLOCK_TOKENS = 16
+CALIBRATED = ("gptq-int4", "awq-int4", "gptq-int8", "rtn-int4", "rtn-int8")
+"""Formats that `tailrace quantize` writes; made for this, which takes minutes each."""
 
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a model says about a text: log-probabilities `[tokens, vocab]` of what comes next."""
-
-    log_probabilities: Tensor
-    following: Tensor
-    """`[tokens]`: what did come next."""
-
-    @property
-    def perplexity(self) -> float:
-        chosen = self.log_probabilities.gather(1, self.following[:, None])
-        return math.exp(-float(chosen.double().mean()))
-
-    def divergence(self, other: Reading) -> float:
-        """KL divergence of `other` from this, nats a token."""
-        mine = self.log_probabilities
-        return float((mine.exp() * (mine - other.log_probabilities)).sum(-1).double().mean())
+_CALIBRATED_NAME = re.compile(r"(gptq|awq|rtn)-int([48])(?:/(\d+|row))?")
 
 
 def bench_quality(
     source: str,
     formats: Sequence[str],
     *,
+    checkpoints: Sequence[Path] = (),
     dtype: DType = "auto",
     text: str = HELD_OUT,
     say: Say,
 ) -> dict[str, Any]:
     """Perplexity and KL divergence of each format against the weights expanded to `dtype`.
 
+    checkpoints: quantised versions of the model that exist already, reported by their directory's
+    name.
+
     Raises:
         ConfigError: the model cannot be loaded.
         ClusterError: a format nobody knows.
     """
-    unknown = [name for name in formats if name not in FORMATS]
+    unknown = [
+        name for name in formats if name not in FORMATS and not _CALIBRATED_NAME.fullmatch(name)
+    ]
     if unknown:
-        raise ClusterError(f"formats {', '.join(unknown)}: choose from {', '.join(FORMATS)}")
+        raise ClusterError(
+            f"formats {', '.join(unknown)}: choose from {', '.join((*FORMATS, *CALIBRATED))}"
+        )
     encoded = load_text(source).tokenizer.encode(text)
     say(f"reading {len(encoded)} tokens with the weights expanded")
-    model = load_model(_config(source, dtype, "none"))
+    model = expanded(source, dtype)
     reference = read(model, encoded)
     out: dict[str, Any] = {
         "model": source,
-        "dtype": model.layout.dtype,
+        "dtype": str(compute_dtype(dtype)).removeprefix("torch."),
         "tokens": reference.following.numel(),
         "perplexity": significant(reference.perplexity),
         "quality": {},
     }
+
+    def report(name: str, model: Model) -> None:
+        row = out["quality"][name] = judge(reference, read(model, encoded))
+        say(f"{name}: perplexity {row['perplexity_ratio']:.4f} times, KL {row['kl']:.5f}")
+
     for name in formats:
-        reading = read(_model(source, dtype, name), encoded)
-        ratio = reading.perplexity / reference.perplexity
-        divergence = reference.divergence(reading)
-        out["quality"][name] = {"perplexity_ratio": round(ratio, 5), "kl": significant(divergence)}
-        say(f"{name}: perplexity {ratio:.4f} times, KL {divergence:.5f}")
+        if name in FORMATS:
+            report(name, _model(source, dtype, name))
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            report(name, _quantised(source, dtype, name, Path(made) / "model", say))
+    for directory in checkpoints:
+        report(directory.resolve().name, kept(str(directory), dtype))
     return out
-
-
-def read(model: Model, encoded: Sequence[int]) -> Reading:
-    """Read in windows of 512 tokens; each token is predicted from those before it in its window."""
-    parts: list[Tensor] = []
-    following: list[Tensor] = []
-    blocks = WINDOW_TOKENS // BLOCK_TOKENS
-    pool = KVPool(model.layout, blocks + 1, BLOCK_TOKENS)
-    for first in range(0, len(encoded) - 1, WINDOW_TOKENS):
-        window = tuple(encoded[first : first + WINDOW_TOKENS])
-        count = min(len(window), len(encoded) - 1 - first)
-        chunk = Chunk(
-            request_id="text",
-            first_token=0,
-            token_ids=window[:count],
-            blocks=tuple(range(1, blocks + 1)),
-            sample=True,
-        )
-        ids, positions, step = step_inputs(StepPlan(chunks=(chunk,)), BLOCK_TOKENS)
-        step.last = torch.arange(count)
-        with torch.inference_mode():
-            logits = model.forward(ids, positions, pool, step).float()
-            parts.append(torch.log_softmax(logits, -1))
-        following.append(torch.tensor(encoded[first + 1 : first + 1 + count]))
-    return Reading(torch.cat(parts), torch.cat(following))
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
@@ -134,32 +111,38 @@ def table(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _config(source: str, dtype: DType, quantisation: str, group: int | None = None) -> ModelConfig:
-    return ModelConfig(
-        name="bench",
-        source=source,
-        dtype=dtype,
-        quantisation=quantisation,  # pyright: ignore[reportArgumentType]
-        quantisation_group=group,
-    )
-
-
 def _model(source: str, dtype: DType, name: str) -> Model:
     if name == "float32":
-        return load_model(_config(source, "float32", "none"))
+        return expanded(source, "float32")
+    if name == "kv-int8":
+        return load_model(replace(weights(source, dtype, "none"), kv_dtype="int8"))
     if name not in GGUF_FORMATS:
         kind, _, group = name.partition("/")
-        return load_model(_config(source, dtype, kind, int(group) if group else None))
+        return load_model(weights(source, dtype, kind, int(group) if group else None))
     compute = compute_dtype(dtype)
     checkpoint = load_checkpoint(source, torch.float32)
     return build_decoder(
-        _config(source, dtype, "keep"),
+        weights(source, dtype, "keep"),
         checkpoint.architecture,
         load_checkpoint(source, compute).tensors,
         _as_gguf(checkpoint, name.upper()),
         compute,
         checkpoint.fingerprint,
     )
+
+
+def _quantised(source: str, dtype: DType, name: str, out: Path, say: Say) -> Model:
+    """The model as `tailrace quantize` writes it."""
+    from cluster.quantize.run import recipe, write_quantized
+
+    named = _CALIBRATED_NAME.fullmatch(name)
+    assert named is not None, name
+    method, bits, group = named.groups()
+    chosen = recipe(
+        method, bits=int(bits), group=-1 if group == "row" else int(group) if group else 32
+    )
+    write_quantized(source, out, chosen, requantize=True, say=say)
+    return kept(str(out), dtype)
 
 
 def _as_gguf(checkpoint: Checkpoint, type_name: str) -> Mapping[str, CodedMatrix]:

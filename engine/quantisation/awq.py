@@ -28,6 +28,9 @@ from engine.weights.packed import PackedMatrix
 _EXPONENTS: Final = 20
 """Strengths that are tried, from none to all of what the activations suggest."""
 
+_JUDGED_ROWS: Final = 512
+"""Outputs by which scales are judged: of large matrices every so many."""
+
 CLIPS: Final = tuple(1.0 - step / 20 for step in range(11))
 """Shares of a group's range that are tried when codes are chosen: down to half of it."""
 
@@ -55,6 +58,7 @@ def search_scales(
     grouped = together.abs().view(-1, size // group, group)
     share = grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-12)
     heaviness = share.view(-1, size).mean(0).clamp(min=1e-4)
+    together = together[:: -(-together.shape[0] // _JUDGED_ROWS)]
     best = torch.ones(size)
     least = _error(together, best, hessian, bits, group, symmetric)
     for step in range(1, _EXPONENTS + 1):

@@ -1,9 +1,9 @@
 """Quantising a decoder layer by layer, each on what the quantised layers before it really say.
 
-Two streams of the calibration text run through the model: one through the weights as they are, and
-one through what has been quantised so far. A matrix is chosen by the second moment of what it reads
-in the second stream; the first tells how far that is from what it should read. No more is held than
-one layer, its activations of one sequence, and the two streams between layers.
+The calibration text runs through what has been quantised so far; a matrix is chosen by the second
+moment of what it reads there. Where it is to make up for what the matrices before have changed, a
+second stream runs through the weights as they are, and tells how far that is. No more is held than
+one layer, what its matrices read, and the streams between layers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def embedded(windows: Sequence[Sequence[int]], table: Tensor) -> list[Tensor]:
 
 
 class LayerQuantiser:
-    """Quantises layers in order. Owns the two streams.
+    """Quantises layers in order. Owns the streams.
 
     architecture: of the model. streams: what the first layer reads, `[tokens, hidden]` float32 of
     each sequence. stored: the dtype in which what is not quantised will be kept.
@@ -125,8 +125,8 @@ class LayerQuantiser:
         self._recipe = recipe
         self._stored = stored
         self._function = LayerFunction(architecture, torch.float32)
-        self._exact = list(streams)
-        self._seen = [stream.clone() for stream in streams]
+        self._seen = list(streams)
+        self._exact = list(streams) if recipe.correction > 0.0 else None
 
     @torch.inference_mode()
     def quantise(
@@ -140,19 +140,24 @@ class LayerQuantiser:
         layer = dict(layer)
         if self._recipe.awq_scales:
             self._fold_scales(layer)
-        # What the second stream computes with: the same tensors until they are quantised.
+        # What the text runs through: the same tensors until they are quantised.
         done = dict(layer)
         matrices: dict[str, PackedMatrix] = {}
         measured: list[Measured] = []
         for product, stage in self._stages():
-            moments = self._moments(product, stage, layer, done)
+            read = [stage(seen, done) for seen in self._seen]
+            should = None if self._exact is None else [stage(x, layer) for x in self._exact]
+            moments = self._moments(product, read, should)
             for part in FOLDS[product]:
                 matrix, error = self._choose(layer[part], moments)
                 matrices[part] = matrix
                 done[part] = matrix.expand(torch.float32)
-                measured.append(Measured(f"layers.{index}.{part}", error))
+                if error is not None:
+                    measured.append(Measured(f"layers.{index}.{part}", error))
             if product in ("o", "down"):
-                self._advance(product, layer, done)
+                _add(self._seen, read, done[product])
+                if self._exact is not None and should is not None:
+                    _add(self._exact, should, layer[product])
         plain = {part: tensor for part, tensor in layer.items() if part not in matrices}
         return plain, matrices, measured
 
@@ -163,35 +168,29 @@ class LayerQuantiser:
         yield "gate_up", f.read_by_gate_up
         yield "down", lambda x, layer: f.read_by_down(f.read_by_gate_up(x, layer), layer)
 
-    def _moments(self, product: str, stage: Stage, layer: Layer, done: Layer) -> Moments:
-        moments = Moments(layer[FOLDS[product][0]].shape[1])
-        corrects = self._recipe.correction > 0.0
-        for exact, seen in zip(self._exact, self._seen, strict=True):
-            read = stage(seen, done)
-            if not corrects:
-                moments.add(read)
+    def _moments(self, product: str, read: list[Tensor], should: list[Tensor] | None) -> Moments:
+        moments = Moments(read[0].shape[1] if read else 0)
+        for i, one in enumerate(read):
+            if self._exact is None or should is None:
+                moments.add(one)
                 continue
-            behind = exact - seen if product in ("o", "down") else None
-            moments.add(read, stage(exact, layer), behind)
+            added = product in ("o", "down")
+            behind = self._exact[i] - self._seen[i] if added else None
+            moments.add(one, should[i], behind)
         return moments
 
-    def _advance(self, product: str, layer: Layer, done: Layer) -> None:
-        """Both streams behind the product that was quantised last, which is added to them."""
-        stage = dict(self._stages())[product]
-        for i, (exact, seen) in enumerate(zip(self._exact, self._seen, strict=True)):
-            self._exact[i] = exact + F.linear(stage(exact, layer), layer[product])
-            self._seen[i] = seen + F.linear(stage(seen, done), done[product])
-
-    def _choose(self, weight: Tensor, moments: Moments) -> tuple[PackedMatrix, float]:
+    def _choose(self, weight: Tensor, moments: Moments) -> tuple[PackedMatrix, float | None]:
         recipe = self._recipe
         options: dict[str, Any] = {
             "bits": recipe.bits,
             "group": recipe.group_for(weight.shape[1]),
             "symmetric": recipe.symmetric or (recipe.bits == 8 and recipe.method == "rtn"),
         }
+        if not recipe.calibrated:
+            return quantise_nearest(weight, None, **options), None
         plain = moments.hessian
         if not recipe.gptq_choice:
-            matrix = quantise_nearest(weight, plain if recipe.calibrated else None, **options)
+            matrix = quantise_nearest(weight, plain, **options)
         else:
             hessian = damped(plain, recipe.damping)
             wanted = moments.corrected(weight, recipe.damping, recipe.correction)
@@ -223,10 +222,16 @@ class LayerQuantiser:
             fold(layer, product, scales, self._a, self._stored)
 
     def _stream_at(self, product: str, layer: Layer) -> Iterator[Tensor]:
-        """The second stream where a product's norm reads it, with the layer unrounded."""
+        """The text where a product's norm reads it, with the layer unrounded."""
         stage = dict(self._stages())["o"]
         for seen in self._seen:
             if product in ("qkv", "o"):
                 yield seen
             else:
                 yield seen + F.linear(stage(seen, layer), layer["o"])
+
+
+def _add(streams: list[Tensor], read: Sequence[Tensor], weight: Tensor) -> None:
+    """Bring streams behind the product that is added to them."""
+    for i, one in enumerate(read):
+        streams[i] = streams[i] + F.linear(one, weight)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cluster.bench.held_out import HELD_OUT
-from cluster.bench.quality import FORMATS, Reading, bench_quality, read, table
+from cluster.bench.quality import FORMATS, bench_quality, table
+from cluster.bench.reading import Reading, read
 from cluster.errors import ClusterError
 from engine.models.tiny import tiny_model
 

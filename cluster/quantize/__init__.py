@@ -1,0 +1,1 @@
+"""`tailrace quantize`: calibrated checkpoints."""
