@@ -37,6 +37,7 @@ def main() -> None:
 class Probe:
     def __init__(self) -> None:
         self._handles: dict[tuple[str, str], Any] = {}
+        self._second: Any = None
 
     def stats(self, app: str, deployment: str, replica: str, timeout_s: float) -> dict[str, Any]:
         """What one replica says of itself."""
@@ -74,11 +75,33 @@ class Probe:
         """`[monotonic seconds, streams, blocks held]` at every change since `watch`."""
         return self._call(app, deployment, replica, _seen)
 
-    def _call(self, app: str, deployment: str, replica: str, function: Any) -> Any:
+    def second_queue(self, app: str, decode: str, gateway: str) -> None:
+        """One more queue of a model, as an actor of its own: its decode replica reports to both,
+        and one gateway, which has no other model, asks the second."""
+        import ray
+
+        from deployments.admission.actor import NAMESPACE, QueueActor, queue_name
+
+        named = {"name": queue_name("second"), "namespace": NAMESPACE, "num_cpus": 0}
+        self._second = ray.remote(QueueActor).options(**named).remote("second", alone=True)
+        address = ray.get(self._second.address.remote(), timeout=30)
+        self._call(app, "Decode", decode, _report_to, address)
+        self._call("gateway", "Gateway", gateway, _ask_queue_at, address)
+
+    def one_queue(self, app: str, decode: str, gateway: str) -> None:
+        """Undo `second_queue`."""
+        import ray
+
+        self._call("gateway", "Gateway", gateway, _ask_queue_at, None)
+        self._call(app, "Decode", decode, _report_to, None)
+        ray.kill(self._second)
+
+    def _call(self, app: str, deployment: str, replica: str, function: Any, *arguments: Any) -> Any:
         import ray
 
         name = f"SERVE_REPLICA::{app}#{deployment}#{replica}"
-        return ray.get(ray.get_actor(name, namespace="serve").__ray_call__.remote(function))
+        actor = ray.get_actor(name, namespace="serve")
+        return ray.get(actor.__ray_call__.remote(function, *arguments))
 
 
 def _pid(actor: Any) -> int:
@@ -87,14 +110,73 @@ def _pid(actor: Any) -> int:
 
 def _service() -> Any:
     """The decode service of the replica in which this runs."""
-    import gc
-
     from deployments.decode import DecodeService
 
+    return _the_only(DecodeService)
+
+
+def _the_only(kind: type) -> Any:
+    """The object of this type that there is in this process."""
+    import gc
+
     gc.unfreeze()  # Serve freezes what was there when the replica was ready
-    (service,) = [found for found in gc.get_objects() if isinstance(found, DecodeService)]
+    (found,) = [each for each in gc.get_objects() if isinstance(each, kind)]
     gc.freeze()
-    return service
+    return found
+
+
+def _report_to(actor: Any, address: str | None) -> None:
+    """Also to the queue at `address`; None: to its own alone."""
+    from deployments.admission.client import QueueReporter
+
+    service = _service()
+
+    class Both:
+        first = service.reporter
+        second: Any = None
+
+        def changed(self, report: Any) -> None:
+            self.first.changed(report)
+            self.second.changed(report)
+
+        async def close(self) -> None:
+            await self.first.close()
+            await self.second.close()
+
+    async def find() -> str:
+        return str(address)
+
+    def begin() -> None:
+        both = Both()
+        both.second = QueueReporter(find, service._secret, service.replica_id)
+        service.reporter = both
+        both.second.changed(service.report())
+        both.second.start()
+
+    def end() -> None:
+        both, service.reporter = service.reporter, service.reporter.first
+        service.closing = loop.create_task(both.second.close())
+
+    kept = service.reporter if address is not None else service.reporter.first
+    loop = kept._kept._task.get_loop()
+    loop.call_soon_threadsafe(end if address is None else begin)
+
+
+def _ask_queue_at(actor: Any, address: str | None) -> None:
+    """A gateway asks the queue at `address` from now on; None: its own again."""
+    from deployments.admission.client import QueueClient
+
+    client = _the_only(QueueClient)
+    kept = client._kept
+
+    async def find() -> str:
+        return str(address)
+
+    if address is None:
+        kept._find_address = client.found_before
+    else:
+        client.found_before, kept._find_address = kept._find_address, find
+    kept._task.get_loop().call_soon_threadsafe(kept._link.close, "another queue")
 
 
 def _start_watch(actor: Any) -> None:
