@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.bench.engine_worker import EngineJob
+from cluster.bench.engine_worker import DECODE_PROMPT_TOKENS, EngineJob
 from cluster.bench.summary import significant
 from cluster.errors import ClusterError
 from engine.errors import ConfigError
@@ -28,6 +28,8 @@ def bench_engine(
     dtype: str = "auto",
     quantisation: str = "keep",
     quantisation_group: int | None = None,
+    kv_dtype: str = "auto",
+    context: int | None = None,
     threads: int = 2,
     repeats: int = 5,
     starts: int = 3,
@@ -35,6 +37,8 @@ def bench_engine(
     say: Say,
 ) -> dict[str, Any]:
     """Measure in processes with a fixed number of threads. Medians of `repeats` and `starts`.
+
+    context: tokens that come before those that are decoded. None: 32.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -47,10 +51,12 @@ def bench_engine(
             dtype=dtype,
             quantisation=quantisation,
             quantisation_group=quantisation_group,
+            kv_dtype=kv_dtype,
             threads=threads,
             repeats=repeats,
             spawned_s=time.monotonic(),
             max_chunk_tokens=max_chunk_tokens,
+            decode_prompt_tokens=context or DECODE_PROMPT_TOKENS,
         )
 
     started: list[float] = []
@@ -118,6 +124,9 @@ def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) ->
     out: dict[str, Any] = {
         "model": source,
         "dtype": measured["dtype"],
+        "kv_dtype": measured["kv_dtype"],
+        "kv_bytes_per_token": measured["kv_bytes_per_token"],
+        "decode_context_tokens": measured["decode_context_tokens"],
         "threads": measured["num_threads"],
         "torch": measured["torch"],
         "cpu_flags": measured["cpu_flags"],
@@ -145,7 +154,7 @@ def table(result: dict[str, Any]) -> list[str]:
     """For people: each rate, its limit, and how much of the limit is reached."""
     lines = [
         f"{result['model']}  {result['dtype']}  weights: {result.get('quantisation', 'keep')}  "
-        f"{result['threads']} threads  "
+        f"KV: {result['kv_dtype']}  {result['threads']} threads  "
         f"torch {result['torch']}",
         f"others' share of the CPUs {100 * result['others_cpu_share']:7.0f} %",
         f"start-up                {result['startup_s']:8.2f} s",
@@ -155,6 +164,10 @@ def table(result: dict[str, Any]) -> list[str]:
         "decode_1_tok_s": "decode, batch 1",
         "decode_16_tok_s": "decode, batch 16",
     }
+    lines.append(
+        f"decode behind           {result['decode_context_tokens']:8} tokens of "
+        f"{result['kv_bytes_per_token']} bytes each"
+    )
     for name, label in labels.items():
         line = f"{label:22}{result[name]:10.1f} tokens/s"
         limit = result[f"{name}_limit"]

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def measure(job: EngineJob) -> dict[str, Any]:
         out[name] = statistics.median(values)
     out["dtype"] = model.dtype
     out["kv_dtype"] = model.layout.dtype
-    out["kv_capacity_tokens"] = built.engine.blocks.config.capacity_tokens
+    out["decode_context_tokens"] = job.decode_prompt_tokens
+    out["kv_bytes_per_token"] = model.layout.bytes_per_token
     out["num_threads"] = torch.get_num_threads()
     out["torch"] = torch.__version__
     capabilities = torch.cpu.get_capabilities()
@@ -136,6 +137,11 @@ def _build(job: EngineJob) -> BuiltEngine:
         scheduler=scheduler,
         num_threads=job.threads,
     )
+    if job.decode_prompt_tokens > DECODE_PROMPT_TOKENS:
+        # As many blocks as a batch needs, however large they are.
+        tokens = job.decode_prompt_tokens + job.decode_tokens
+        blocks = max(job.batches) * (-(-tokens // config.block_tokens) + 1) + 1
+        config = replace(config, num_blocks=blocks)
     return build_engine(config, load_text(job.source).tokenizer)
 
 

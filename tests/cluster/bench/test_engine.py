@@ -9,6 +9,9 @@ from cluster.bench.engine_worker import EngineJob, measure
 
 MEASURED = {
     "dtype": "bfloat16",
+    "kv_dtype": "int8",
+    "kv_bytes_per_token": 12240,
+    "decode_context_tokens": 32,
     "num_threads": 2,
     "torch": "2.13",
     "cpu_flags": ["avx2"],
@@ -40,6 +43,8 @@ def test_the_table_says_what_share_of_the_limit_is_reached():
     assert "50 % of its linear layers alone (3600.0)" in lines
     assert "25 % of its linear layers alone (1600.0)" in lines
     assert "outside the model: 6.2 % greedy, 12.5 % sampled" in lines
+    assert "KV: int8" in lines
+    assert "32 tokens of 12240 bytes each" in lines
 
 
 def test_a_model_without_linear_layers_has_no_limit():
@@ -83,6 +88,15 @@ def test_an_engine_is_measured_beside_its_linear_layers_if_it_has_any(source):
         "float64",
         16,
     )
+
+
+def test_keys_and_values_are_measured_as_codes_behind_a_longer_context():
+    result = measure(job("tiny", kv_dtype="int8", decode_prompt_tokens=200, batches=(1, 3)))
+    assert (result["dtype"], result["kv_dtype"]) == ("float64", "int8")
+    # Three layers of two heads of 16, K and V: a byte each and four for the scale.
+    assert result["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4)
+    assert result["decode_context_tokens"] == 200
+    assert all(value > 0 for value in result["samples"]["decode_3_tok_s"])
 
 
 def test_only_the_start_is_measured_when_nothing_is_repeated():
