@@ -26,6 +26,17 @@ _LAST_WORDS_S = 1.0
 """For frames that say that streams end here to reach their gateways."""
 
 
+def declared_memory() -> int | None:
+    """What `ray_actor_options: {memory: N}` says that this replica takes. None: nothing, or no
+    replica."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    resources = ray.get_runtime_context().get_assigned_resources()
+    return int(resources["memory"]) if resources.get("memory") else None
+
+
 class EngineHost:
     """Owns one engine and its thread. `on_step` and `on_failure` are called on the event loop."""
 
@@ -55,7 +66,7 @@ class EngineHost:
     def _build(
         cls, args: ModelArgs, settings: PoolSettings, launcher: RankLauncher | None
     ) -> EngineHost:
-        config = args.engine_config(settings.scheduler())
+        config = args.engine_config(settings.scheduler(), memory_limit_bytes=declared_memory())
         tokenizer = load_text(args.source).tokenizer
         if args.source == "synthetic":
             from engine.synthetic import SyntheticEngine

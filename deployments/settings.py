@@ -97,7 +97,13 @@ class ModelArgs(_Strict):
 
     max_context_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
-    kv_memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
+    kv_memory_bytes: int | None = Field(default=None, ge=1)
+    """Of each replica's KV pool; refused at start-up where it does not fit. None: the fraction."""
+
+    kv_memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Of the memory that a starting replica finds free beside its weights, less what others on its
+    host are about to take. None: a tenth on a CPU, nine tenths on a GPU."""
+
     block_tokens: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
@@ -125,6 +131,15 @@ class ModelArgs(_Strict):
 
     link: LinkArgs = LinkArgs()
 
+    @model_validator(mode="after")
+    def _ranks_use_the_link(self) -> ModelArgs:
+        if self.transport == "nixl" and max(self.num_ranks, self.of_prefill().num_ranks) > 1:
+            raise ValueError(
+                "transport='nixl' reads from one pool of KV, and ranks keep one each: use 'link', "
+                "or one rank"
+            )
+        return self
+
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
@@ -138,8 +153,13 @@ class ModelArgs(_Strict):
             }
         )
 
-    def engine_config(self, scheduler: SchedulerConfig) -> EngineConfig:
-        """The engine's own value. Raises ConfigError for what only it can judge."""
+    def engine_config(
+        self, scheduler: SchedulerConfig, *, memory_limit_bytes: int | None = None
+    ) -> EngineConfig:
+        """The engine's own value. Raises ConfigError for what only it can judge.
+
+        memory_limit_bytes: what the replica declares that it takes in all, if it does.
+        """
         return EngineConfig(
             model=ModelConfig(
                 name=self.name,
@@ -155,6 +175,8 @@ class ModelArgs(_Strict):
             max_context_tokens=self.max_context_tokens,
             max_output_tokens=self.max_output_tokens,
             kv_memory_bytes=self.kv_memory_bytes,
+            kv_memory_fraction=self.kv_memory_fraction,
+            memory_limit_bytes=memory_limit_bytes,
             block_tokens=self.block_tokens,
             num_blocks=self.num_blocks,
             prefix_caching=self.prefix_caching,

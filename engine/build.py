@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +21,7 @@ from engine.execution.ranks.executor import RankExecutor, RankGroupStart
 from engine.execution.ranks.launch import LocalProcesses, RankLauncher
 from engine.execution.ranks.pool import ShardedPool, whole_layout
 from engine.execution.ranks.wire import machine
+from engine.memory import Claims, FreeMemory, MemoryPlan, PoolSize, expected_bytes, free_memory
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import KVLayout, Model
@@ -27,6 +31,8 @@ from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.transfer.memory import KVMemory
+
+logger = logging.getLogger(__name__)
 
 
 class ModelFacts(Protocol):
@@ -62,6 +68,7 @@ class BuiltEngine:
     engine: Engine
     pool: KVMemory
     model: ModelFacts
+    memory: MemoryPlan
     ranks: RankExecutor | None = None
 
 
@@ -78,18 +85,26 @@ def build_engine(
         return _build_on_ranks(config, tokenizer, launcher or LocalProcesses())
     threads = config.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    model = load_model(config.model)
-    return assemble(config, model, tokenizer)
+    with _announced(config):
+        model = load_model(config.model)
+        return assemble(config, model, tokenizer)
 
 
 def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltEngine:
     """`build_engine` for a model that is already loaded."""
-    config = _resolve(config, model, model.layout.bytes_per_token)
-    assert config.num_blocks is not None
-    pool = KVPool(model.layout, config.num_blocks, config.block_tokens, model.device)
-    return BuiltEngine(
-        _join(config, model, pool, _executor(config, model, pool), tokenizer), pool, model
-    )
+    with Claims().locked() as announced:
+        free = free_memory(
+            model.device.type,
+            model.device.index,
+            announced_bytes=announced,
+            limit_bytes=config.memory_limit_bytes,
+        )
+        config = _resolve(config, model, model.layout.bytes_per_token, free)
+        assert config.num_blocks is not None
+        pool = KVPool(model.layout, config.num_blocks, config.block_tokens, model.device)
+    memory = _told(config, model.layout.bytes_per_token, model.weight_bytes, free)
+    executor = _executor(config, model, pool)
+    return BuiltEngine(_join(config, model, pool, executor, tokenizer), pool, model, memory)
 
 
 def _executor(config: EngineConfig, model: Model, pool: KVPool) -> Executor:
@@ -132,16 +147,22 @@ def _build_on_ranks(
         )
         # What all ranks keep of a token together, copies of heads included.
         token_bytes = sum(rank.layout.bytes_per_token for rank in start.ready)
-        config = _resolve(config, model, token_bytes)
-        assert config.num_blocks is not None
-        pool = ShardedPool(start.ready, config.num_blocks, config.block_tokens, host=machine())
-        pool.connect(start.allocate(config.num_blocks, pool.files))
+        # Memory of other machines and devices is not measured from here.
+        measured = all(rank.host == machine() and rank.on_host for rank in start.ready)
+        with Claims().locked() as announced:
+            free = free_memory("cpu", announced_bytes=announced) if measured else None
+            config = _resolve(config, model, token_bytes, free)
+            assert config.num_blocks is not None
+            pool = ShardedPool(start.ready, config.num_blocks, config.block_tokens, host=machine())
+            pool.connect(start.allocate(config.num_blocks, pool.files))
+        weight_bytes = sum(rank.weight_bytes for rank in start.ready)
+        memory = _told(config, token_bytes, weight_bytes, free)
     except BaseException:
         start.close()
         raise
     executor = start.executor()
     engine = _join(config, model, pool, executor, tokenizer)
-    return BuiltEngine(engine, pool, model, executor)
+    return BuiltEngine(engine, pool, model, memory, executor)
 
 
 def _join(
@@ -157,8 +178,7 @@ def _join(
         num_blocks=config.num_blocks,
         block_tokens=config.block_tokens,
         prefix_caching=config.prefix_caching,
-        # Ranks copy nothing yet.
-        reuse_tokens=config.resolved_reuse_tokens if config.grid.num_ranks == 1 else None,
+        reuse_tokens=config.resolved_reuse_tokens,
     )
     blocks = BlockManager(cache, model.layout.fingerprint)
     scheduler = Scheduler(
@@ -180,21 +200,51 @@ def _join(
     )
 
 
-def _resolve(config: EngineConfig, model: ModelFacts, token_bytes: int) -> EngineConfig:
-    """Fill in what only the loaded model can tell."""
+@contextlib.contextmanager
+def _announced(config: EngineConfig) -> Iterator[None]:
+    """While weights are loaded, other engines of this host leave the memory that they will take."""
+    claims = Claims()
+    claims.announce(expected_bytes(config.model.source) + (config.kv_memory_bytes or 0))
+    try:
+        yield
+    finally:
+        claims.clear()
+
+
+def _told(
+    config: EngineConfig, token_bytes: int, weight_bytes: int, free: FreeMemory | None
+) -> MemoryPlan:
+    """What memory is used for, in the log too."""
+    assert config.num_blocks is not None
+    assert config.max_context_tokens is not None
+    kv_bytes = config.num_blocks * config.block_tokens * token_bytes
+    plan = MemoryPlan(
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        kv_tokens=(config.num_blocks - 1) * config.block_tokens,
+        free_bytes=None if free is None else free.num_bytes,
+        context_tokens=config.max_context_tokens,
+    )
+    logger.info("model %s: %s", config.model.name, plan)
+    return plan
+
+
+def _resolve(
+    config: EngineConfig, model: ModelFacts, token_bytes: int, free: FreeMemory | None
+) -> EngineConfig:
+    """Fill in what only the loaded model and the machine can tell."""
     context = config.max_context_tokens or model.max_context_tokens
     if context > model.max_context_tokens:
         raise ConfigError(
             f"max_context_tokens={context}: {config.model.name} was trained for "
             f"{model.max_context_tokens}: lower the limit"
         )
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        block_bytes = token_bytes * config.block_tokens
-        num_blocks = config.kv_memory_bytes // block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_memory_bytes={config.kv_memory_bytes}: one block of {config.block_tokens} "
-                f"tokens takes {block_bytes} bytes and two are needed: raise it"
-            )
+    size = PoolSize(
+        num_blocks=config.num_blocks,
+        kv_memory_bytes=config.kv_memory_bytes,
+        kv_memory_fraction=config.kv_memory_fraction,
+        block_tokens=config.block_tokens,
+        useful_tokens=config.scheduler.max_running_requests * context,
+    )
+    num_blocks = size.blocks(token_bytes, free)
     return replace(config, num_blocks=num_blocks, max_context_tokens=context)

@@ -175,7 +175,16 @@ class EngineConfig:
     max_output_tokens: int | None = None
     """None: whatever the context leaves."""
 
-    kv_memory_bytes: int = 512 * 1024 * 1024
+    kv_memory_bytes: int | None = None
+    """Of the KV pool. More than is free is refused at start-up. None: `kv_memory_fraction`."""
+
+    kv_memory_fraction: float | None = None
+    """Of the memory that is free beside the loaded weights, for KV, but no more than all running
+    requests could fill. None: a tenth on a CPU, nine tenths on a GPU."""
+
+    memory_limit_bytes: int | None = None
+    """What the process may hold in all, where its deployment declares it: free is what is below."""
+
     block_tokens: int = 16
     num_blocks: int | None = None
     """Overrides `kv_memory_bytes`."""
@@ -200,9 +209,20 @@ class EngineConfig:
     """Stages of layers, each of `tensor_parallel` ranks."""
 
     def __post_init__(self) -> None:
-        _at_least("kv_memory_bytes", self.kv_memory_bytes, 1)
+        fraction = self.kv_memory_fraction
+        if fraction is not None and not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"kv_memory_fraction={fraction}: must be above 0 and at most 1")
+        if fraction is not None and (self.kv_memory_bytes or self.num_blocks):
+            size = "num_blocks" if self.num_blocks else "kv_memory_bytes"
+            raise ConfigError(
+                f"kv_memory_fraction={fraction} and {size}={getattr(self, size)}: the pool has one "
+                "size: leave one of them out"
+            )
         _at_least("block_tokens", self.block_tokens, 1)
-        for name in ("max_context_tokens", "max_output_tokens", "num_threads"):
+        for name in (
+            *("max_context_tokens", "max_output_tokens", "num_threads"),
+            *("kv_memory_bytes", "memory_limit_bytes"),
+        ):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)

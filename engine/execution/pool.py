@@ -49,7 +49,9 @@ class KVPool:
         whole = (num_blocks, layout.num_layers, 2, *kept)
         dtype = torch.uint8 if layout.coded else getattr(torch, layout.dtype)
         if memory is None:
-            self.data = torch.zeros(whole, dtype=dtype, device=device)
+            # Written at once: memory that is not there must be missed at start-up (see
+            # `engine.memory`), and no step should wait for pages.
+            self.data = torch.empty(whole, dtype=dtype, device=device).zero_()
         else:
             self.data = torch.frombuffer(memory, dtype=dtype).view(whole)
         self._numbers = self.data
@@ -78,13 +80,14 @@ class KVPool:
         return self._scales[:, layer, 1]
 
     def block_bytes(self, block: int, first_layer: int, last_layer: int) -> memoryview:
-        """Writable bytes of layers `[first_layer, last_layer)` of one block (host memory only).
+        """Bytes of layers `[first_layer, last_layer)` of one block: writable, where they lie, in
+        host memory; a copy of a device's.
 
         Order: layer, K then V, token, head, dim, and behind them the scales by head and token where
         there are any: the canonical wire order of a whole block.
         """
         part = self.data[block, first_layer:last_layer].reshape(-1).view(torch.uint8)
-        return part.numpy().data.cast("B")
+        return part.cpu().numpy().data.cast("B")
 
     @property
     def parts(self) -> tuple[KVPart, ...]:
@@ -95,7 +98,7 @@ class KVPool:
         self, block: int, layers: tuple[int, int], heads: tuple[int, int], *, write: bool = False
     ) -> memoryview | None:
         """See `KVMemory.piece`."""
-        if heads != (0, self.layout.num_kv_heads):
+        if heads != (0, self.layout.num_kv_heads) or self.data.device.type != "cpu":
             return None
         return self.block_bytes(block, *layers)
 
@@ -124,7 +127,7 @@ class KVPool:
         if self.layout.coded:
             scales = self._scales[at].transpose(-1, -2).flatten(2).contiguous()
             part = torch.cat((part.contiguous().view(torch.uint8), scales.view(torch.uint8)), -1)
-        return part.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")
+        return part.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data.cast("B")
 
     def scatter(
         self,

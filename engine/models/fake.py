@@ -78,6 +78,7 @@ class FakeModel:
         fingerprint=sha256(b"tailrace fake model, 1").hexdigest(),
     )
     dtype = "float64"
+    weight_bytes = 0
     vocab_size = BYTE_VOCAB_SIZE
     max_context_tokens = BUILTIN_CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = (BYTE_EOS_ID,)

@@ -86,6 +86,8 @@ class Model(Protocol):
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     device: torch.device
+    weight_bytes: int
+    """What the weights take in memory."""
 
     def forward(self, ids: Tensor, positions: Tensor, pool: KVPool, step: StepContext) -> Tensor:
         """Compute one flattened batch, storing its KV in `pool` at `step.slots`.

