@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from engine.cache.blocks import BlockCopy
 from engine.config import ModelConfig
 from engine.errors import EngineError
 from engine.execution.ranks.channel import ChannelError
@@ -85,6 +86,7 @@ class PlanWriter:
                 )
                 for chunk in plan.chunks
             ],
+            [(copy.source, copy.target, copy.num_tokens) for copy in plan.copies],
         ]
 
     def _blocks(self, chunk: Chunk) -> tuple[int, bytes]:
@@ -113,7 +115,7 @@ class PlanReader:
 
 @_strict
 def _plan_from_wire(arguments: list[Any]) -> StepPlan:
-    (left, entered, chunks), tables = arguments
+    (left, entered, chunks, copies), tables = arguments
     for request_id in left:
         tables.pop(_text(request_id), None)
     plan = StepPlan(
@@ -137,6 +139,10 @@ def _plan_from_wire(arguments: list[Any]) -> StepPlan:
             for request_id, params, token_ids, num_prompt_tokens in entered
         ),
         left=tuple(left),
+        copies=tuple(
+            BlockCopy(_whole(source), _whole(target), _whole(num_tokens))
+            for source, target, num_tokens in copies
+        ),
     )
     for chunk in plan.chunks:
         if not chunk.token_ids:

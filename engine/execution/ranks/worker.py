@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from engine.execution.copies import make_copies
 from engine.execution.inputs import step_inputs
 from engine.execution.micro import micro_batches
 from engine.execution.pool import KVPool
@@ -75,6 +76,7 @@ class RankWorker:
         if not plan.chunks:
             return None if self._sampler is None else {}
         with torch.inference_mode():
+            make_copies(self._pool, plan.copies)
             logits = self._compute(plan)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)  # KV is read by others from here on

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cache.blocks import BlockCopy
 from engine.config import ModelConfig
 from engine.execution.ranks.channel import ChannelError
 from engine.execution.ranks.wire import (
@@ -42,6 +43,7 @@ PLAN = StepPlan(
         ),
     ),
     left=("c", "b"),
+    copies=(BlockCopy(3, 4, 2),),
 )
 
 
@@ -153,6 +155,7 @@ def edited(edit):
         edited(lambda w: w[1][0][1].__setitem__(0, 0)),
         edited(lambda w: w[1][0][1].pop()),
         edited(lambda w: w.__setitem__(0, 5)),
+        edited(lambda w: w[3][0].append(1)),
     ],
 )
 def test_what_is_no_plan_is_refused(wire):
