@@ -146,7 +146,7 @@ def _rank_bundles(
     for name in ("tensor_parallel", "pipeline_parallel"):
         own = args.get(f"prefill_{name}") if deployment.get("name") == "Prefill" else None
         ranks *= own or args.get(name, 1)
-    return rank_bundles(ranks)
+    return rank_bundles(ranks, args.get("accelerator", "cpu"))
 
 
 def load(path: Path | None = None) -> ServeConfig:

@@ -72,6 +72,6 @@ def _placement(args: ModelArgs) -> dict[str, Any]:
     if args.num_ranks == 1:
         return {}
     return {
-        "placement_group_bundles": rank_bundles(args.num_ranks),
+        "placement_group_bundles": rank_bundles(args.num_ranks, args.accelerator),
         "placement_group_strategy": "STRICT_PACK" if args.pipeline_parallel == 1 else "PACK",
     }

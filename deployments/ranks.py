@@ -51,6 +51,8 @@ class RankActor:
 class ActorRanks:
     """A `RankLauncher` for a replica with a placement group: rank i runs in bundle i + 1."""
 
+    own_gpu = True
+
     def __init__(self, *, host: str | None = None) -> None:
         """Call in the replica's constructor. `host`: as of `RankLauncher`. Raises ConfigError where
         the replica has no placement group."""
@@ -77,6 +79,7 @@ class _Actors:
         for order in orders:
             handle = actor.options(
                 num_cpus=RANK_CPUS,
+                num_gpus=int(order.device != "cpu"),
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(order.num_threads)}},

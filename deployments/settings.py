@@ -24,11 +24,15 @@ RANK_CPUS = 0.5
 """Of each of its ranks: the other bundles."""
 
 
-def rank_bundles(num_ranks: int) -> list[dict[str, float]]:
-    """A replica's placement group: itself, then its ranks. Empty where it computes itself."""
+def rank_bundles(num_ranks: int, accelerator: str = "cpu") -> list[dict[str, float]]:
+    """A replica's placement group: itself, then its ranks, each with a GPU where they compute on
+    one. Empty where the replica computes itself."""
     if num_ranks == 1:
         return []
-    return [{"CPU": REPLICA_CPUS}, *({"CPU": RANK_CPUS} for _ in range(num_ranks))]
+    rank: dict[str, float] = {"CPU": RANK_CPUS}
+    if accelerator == "gpu":
+        rank["GPU"] = 1
+    return [{"CPU": REPLICA_CPUS}, *(dict(rank) for _ in range(num_ranks))]
 
 
 class _Strict(BaseModel):

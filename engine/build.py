@@ -135,6 +135,7 @@ def _build_on_ranks(
         launcher,
         block_tokens=config.block_tokens,
         num_threads=threads,
+        devices=_rank_devices(config, launcher),
     )
     try:
         first = start.ready[0]
@@ -163,6 +164,13 @@ def _build_on_ranks(
     executor = start.executor()
     engine = _join(config, model, pool, executor, tokenizer)
     return BuiltEngine(engine, pool, model, memory, executor)
+
+
+def _rank_devices(config: EngineConfig, launcher: RankLauncher) -> list[str] | None:
+    if config.model.accelerator == "cpu":
+        return None
+    ranks = range(config.grid.num_ranks)
+    return [f"cuda:{0 if launcher.own_gpu else rank}" for rank in ranks]
 
 
 def _join(

@@ -16,6 +16,7 @@ from engine.models.architecture import Architecture
 from engine.models.capabilities import lacks
 from engine.models.decoder import Decoder
 from engine.models.fake import FakeModel
+from engine.models.linear import Products
 from engine.models.model import Model
 from engine.models.parallel import TensorGroup
 from engine.models.shard import Grid, shards
@@ -176,15 +177,17 @@ def load_shard(
     if config.backend == "native":
         raise ConfigError(f"{where}: backend='native' computes on one rank only: use auto or torch")
     if config.source == "tiny":
-        dtype = torch.float64 if config.dtype == "auto" else compute_dtype(config.dtype)
+        wide = config.dtype == "auto" and config.accelerator == "cpu"
+        dtype = torch.float64 if wide else compute_dtype(config.dtype, config.accelerator)
         architecture, tensors, stored = TINY_ARCHITECTURE, tiny_tensors(), {}
         fingerprint = tiny_fingerprint(dtype)
     else:
-        dtype = compute_dtype(config.dtype)
+        dtype = compute_dtype(config.dtype, config.accelerator)
         checkpoint = load_checkpoint(config.source, dtype)
         architecture, tensors = checkpoint.architecture, checkpoint.tensors
         stored, fingerprint = checkpoint.coded, checkpoint.fingerprint
-    lacking = lacks("torch", architecture, str(dtype).removeprefix("torch."), config.kv_dtype)
+    backend = "gpu" if config.accelerator == "gpu" else "torch"
+    lacking = lacks(backend, architecture, str(dtype).removeprefix("torch."), config.kv_dtype)
     if lacking is not None:
         raise ConfigError(f"{where}: {lacking}: use a model, dtype or kv_dtype that it computes")
     coded = _coded(config, architecture, tensors, stored)
@@ -201,7 +204,20 @@ def load_shard(
         kv_codes=config.kv_dtype == "int8",
         shard=shards(architecture, grid)[rank],
         group=group,
+        products=_shard_products(config, device, dtype),
     )
+
+
+def _shard_products(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> Products | None:
+    """Slices of codes are expanded; fp8 is made of whatever numbers a rank holds."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    from engine.models.device_linear import DeviceProducts
+
+    return DeviceProducts({}, device=device, dtype=dtype, fp8=config.quantisation == "fp8")
 
 
 def _fingerprint_of_codes(config: ModelConfig, fingerprint: str) -> str:

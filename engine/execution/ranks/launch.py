@@ -31,6 +31,9 @@ class RankLauncher(Protocol):
     host: str | None
     """Address the coordinator listens on. None: all ranks run on this machine."""
 
+    own_gpu: bool
+    """Each rank sees the one GPU that it computes on, rather than those of the machine."""
+
     def start(self, orders: list[RankOrder]) -> RankProcesses:
         """Start one process an order, all at once, without waiting for any to come up."""
         ...
@@ -41,6 +44,7 @@ class LocalProcesses:
     end closes their channels, which their beats notice."""
 
     host: str | None = None
+    own_gpu = False
 
     def start(self, orders: list[RankOrder]) -> RankProcesses:
         """See `RankLauncher.start`."""

@@ -36,6 +36,7 @@ from engine.models.load import load_shard
 from engine.models.model import KVLayout
 from engine.models.shard import Shard
 from engine.request import SampledToken
+from engine.sampling.batched import BatchedSampler
 from engine.sampling.sampler import Sampler, UnusableLogits
 from engine.scheduling.plan import StepPlan
 
@@ -59,7 +60,8 @@ class RankWorker:
         self._pool = pool
         self._sampler: Sampler | None = None
         if shard.rank == shard.grid.sampling_rank:
-            self._sampler = Sampler(model.vocab_size, model.eos_token_ids)
+            kind = BatchedSampler if model.device.type == "cuda" else Sampler
+            self._sampler = kind(model.vocab_size, model.eos_token_ids)
 
     def execute(self, plan: StepPlan) -> dict[str, SampledToken] | None:
         """This rank's part of a step; the tokens on the sampling rank.
@@ -179,6 +181,16 @@ def _serve(order: RankOrder, channel: Channel, key: bytes) -> NoReturn:
         raise ChannelError(f"malformed frame: kind {message[0]} where ALLOCATE was due")
     _, num_blocks, shared = message
     pool = _pool(model.layout, num_blocks, order.block_tokens, device, shared)
+    if device.type == "cuda":
+        from engine.execution.gpu import choose_attention
+
+        choose_attention(
+            model,
+            block_tokens=order.block_tokens,
+            kv_dtype=model.layout.dtype,
+            wanted=order.model.attention,
+            graphs=False,
+        )
     if shared is None:
         memory = connect(order.address, key, order.rank, "memory")
         threading.Thread(
