@@ -21,8 +21,11 @@ import click
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.session import Up
     from cluster.state import StateDir
+    from engine.memory import MemoryPlan
 
 _LAZY = {
     "bench": "cluster.bench.command:bench",
@@ -263,6 +266,7 @@ def status(as_json: bool) -> None:
                                         "id": replica.replica_id,
                                         "state": replica.state,
                                         "pid": replica.pid,
+                                        "memory": _memory(now.memory, replica.replica_id),
                                     }
                                     for replica in deployment.replicas
                                 ],
@@ -290,9 +294,18 @@ def status(as_json: bool) -> None:
                 f"  {deployment.name}  {deployment.status}  "
                 f"{deployment.running}/{deployment.target}  {pids}"
             )
+            for replica in deployment.replicas:
+                if replica.replica_id in now.memory:
+                    click.echo(f"    {now.memory[replica.replica_id]}")
             if deployment.message:
                 click.echo(f"    {deployment.message.splitlines()[-1]}")
     click.echo(f"logs {record.log_dir}\ndashboard {record.dashboard_url}")
+
+
+def _memory(memory: Mapping[str, MemoryPlan], replica_id: str) -> dict[str, int] | None:
+    from cluster.replica_memory import to_json
+
+    return to_json(memory[replica_id]) if replica_id in memory else None
 
 
 def main() -> None:

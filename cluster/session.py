@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -14,6 +14,7 @@ from cluster import head, processes
 from cluster.config import ServeConfig
 from cluster.errors import ClusterError, NotRunning
 from cluster.ports import check_free
+from cluster.replica_memory import memory_of_replicas
 from cluster.serve_api import (
     Application,
     ServeApi,
@@ -24,6 +25,7 @@ from cluster.serve_api import (
 )
 from cluster.state import Record, StateDir
 from engine.errors import ConfigError, EngineError
+from engine.memory import MemoryPlan
 
 Say = Callable[[str], None]
 
@@ -171,6 +173,8 @@ class Status:
     healthy: bool
     applications: tuple[Application, ...]
     pids: tuple[int, ...]
+    memory: Mapping[str, MemoryPlan]
+    """Of each replica of a model, by its id; those that have not told yet are missing."""
 
 
 def status(state: StateDir) -> Status:
@@ -194,6 +198,7 @@ def status(state: StateDir) -> Status:
         and _answers(record.url),
         applications=tuple(applications or ()),
         pids=tuple(sorted(p.pid for p in processes.of_session(record.session))),
+        memory=memory_of_replicas(record.url),
     )
 
 

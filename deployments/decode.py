@@ -88,6 +88,8 @@ class DecodeService:
         self._prefill_holds: HoldKeeper | None = None
         self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
         self.metrics = ReplicaMetrics(args.name, "decode", replica_id, connector=args.transport)
+        if host.built is not None:
+            self.metrics.memory(host.built.memory)
         self.metrics.recording = settings.metrics
         self._tasks: list[asyncio.Task[None]] = []
         self.streams = StreamTable(

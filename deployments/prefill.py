@@ -60,6 +60,7 @@ class PrefillService:
         )
         self.holds = PairHolds(self._busy)
         self.metrics = ReplicaMetrics(host.engine.config.model.name, "prefill", replica_id)
+        self.metrics.memory(built.memory)
         self.metrics.recording = settings.metrics
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = secret

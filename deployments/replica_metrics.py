@@ -12,6 +12,7 @@ from deployments.link.link import Link
 from deployments.link.messages import Kind
 from deployments.metrics import Counter, RayExporter, Registry
 from deployments.process_figures import ProcessFigures
+from engine.memory import MemoryPlan
 from engine.outputs import EngineStats, StepOutput
 from engine.request import FinishReason
 from engine.transfer.manifest import Prefilled
@@ -73,8 +74,7 @@ class ReplicaMetrics:
                 reason=stage,
             )
         registry.counter("tailrace_admission_rejections_total", model=model, reason="full")
-        for connector in {"link", self._connector}:
-            registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=connector)
+        registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=self._connector)
 
     def step(self, step: StepOutput) -> None:
         # What a step costs is mostly code that the processor has forgotten since the last one: so
@@ -134,6 +134,17 @@ class ReplicaMetrics:
             histogram = self.registry.histogram("tailrace_kv_post_seconds", model=self._model)
             for each in seconds:
                 histogram.observe(each)
+
+    def memory(self, plan: MemoryPlan) -> None:
+        """What the replica's memory is used for; said once, it does not change."""
+        labels = {"model": self._model, "role": self._role}
+        for name, value in (
+            ("tailrace_weight_bytes", plan.weight_bytes),
+            ("tailrace_kv_pool_bytes", plan.kv_bytes),
+            ("tailrace_kv_pool_tokens", plan.kv_tokens),
+            ("tailrace_context_tokens", plan.context_tokens),
+        ):
+            self.registry.gauge(name, **labels).set(value)
 
     def sample_engine(self, stats: EngineStats, block_tokens: int) -> None:
         """Bring gauges and totals of the engine up to date."""

@@ -494,6 +494,25 @@ _DECLARED = (
         "Leases that ended by their deadline because nobody renewed or released them.",
     ),
     _gauge(
+        "tailrace_weight_bytes",
+        ("model", "role"),
+        "Memory that a replica's weights take.",
+        "bytes",
+    ),
+    _gauge("tailrace_kv_pool_bytes", ("model", "role"), "Memory of a replica's KV pool.", "bytes"),
+    _gauge(
+        "tailrace_kv_pool_tokens",
+        ("model", "role"),
+        "Tokens of context that a replica's KV pool holds at once.",
+        "tokens",
+    ),
+    _gauge(
+        "tailrace_context_tokens",
+        ("model", "role"),
+        "The longest request, prompt and output together, that a replica takes.",
+        "tokens",
+    ),
+    _gauge(
         "tailrace_kv_leaked_blocks",
         _MODEL,
         "Blocks held by no request, lease or prefix. Anything but 0 is a defect.",
