@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ NUM_BLOCKS = 4000
 LOCAL_PREFILL_TOKENS = 16
 SLOTS = 16
 """Choices each decode replica runs at once."""
+
+TINY_TRANSPORT = "nixl" if find_spec("nixl_cu12") else "link"
+"""Of one of the two models, so that every served test runs on both ways that KV can go."""
 
 POOL = {"local_prefill_tokens": LOCAL_PREFILL_TOKENS, "max_running_requests": SLOTS}
 
@@ -64,12 +68,14 @@ def configuration() -> dict[str, Any]:
                 ],
             },
             model_application("fake", "fake", decodes=1),
-            model_application("tiny", "tiny", decodes=2),
+            model_application("tiny", "tiny", decodes=2, transport=TINY_TRANSPORT),
         ],
     }
 
 
-def model_application(name: str, source: str, *, decodes: int, prefills: int = 1) -> dict[str, Any]:
+def model_application(
+    name: str, source: str, *, decodes: int, prefills: int = 1, transport: str = "link"
+) -> dict[str, Any]:
     """One model's entry in the configuration."""
     pools = [("Decode", decodes), *([("Prefill", prefills)] if prefills else [])]
     return {
@@ -90,6 +96,7 @@ def model_application(name: str, source: str, *, decodes: int, prefills: int = 1
             "num_blocks": NUM_BLOCKS,
             "num_threads": 1,
             "prefill": prefills > 0,
+            "transport": transport,
         },
         "deployments": [
             {
