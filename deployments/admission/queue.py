@@ -128,6 +128,7 @@ class _Promise:
     gateway_id: str
     replica_id: str
     waiter: _Waiter
+    kept: bool
 
     @property
     def n(self) -> int:
@@ -489,14 +490,33 @@ class AdmissionQueue:
                         outranked[priority] = outranked.get(priority, 0) + n
         if not outranked:
             return 0
-        shares = {r.rank: r.share for r in self._tiers.rules.values() if r.share > 0}
-        least = 1 if len(shares) < slots else 0
-        kept = {tier: max(least, int(share * slots)) for tier, share in shares.items()}
+        kept = self._kept_slots(slots)
         makes_way = sum(
             min(n, max(0, alive[priority] - kept.get(priority, 0)))
             for priority, n in outranked.items()
         )
         return makes_way - over
+
+    def _kept_slots(self, slots: int) -> dict[int, int]:
+        """By rank, of the tiers with a share."""
+        shares = {r.rank: r.share for r in self._tiers.rules.values() if r.share > 0}
+        least = 1 if len(shares) < slots else 0
+        return {rank: max(least, int(share * slots)) for rank, share in shares.items()}
+
+    def _is_kept(self, waiter: _Waiter) -> bool:
+        """Whether its slots are of those that its tier keeps. The engine has to know: what it takes
+        back is the least urgent, whichever tier has more than it keeps."""
+        rule, slots = waiter.rule, waiter.acquire.n
+        if not rule.preemptible or rule.share <= 0:
+            return False
+        for replica in self._replicas.values():
+            for priority, level, n, _ in replica.report.alive:
+                if priority == rule.rank and level is None:
+                    slots += n
+        slots += sum(
+            p.n for p in self._promises.values() if p.kept and p.waiter.rule.rank == rule.rank
+        )
+        return slots <= self._kept_slots(self.num_slots).get(rule.rank, 0)
 
     def _reserved_above(self, rank: int, n: int) -> int:
         """Slots kept for tiers more urgent than this rank that they do not use now: never so many
@@ -624,7 +644,10 @@ class AdmissionQueue:
         grant_id = self._grants
         facts = self._facts(waiter, now)
         expires_at = now + self._limits.grant_expiry_s
-        self._promises[grant_id] = _Promise(waiter.gateway_id, replica.report.replica_id, waiter)
+        kept = self._is_kept(waiter)
+        self._promises[grant_id] = _Promise(
+            waiter.gateway_id, replica.report.replica_id, waiter, kept
+        )
         self._alarms.push(expires_at, grant_id)
         replica.promised += waiter.acquire.n
         replica.promised_tokens += waiter.tokens
@@ -634,6 +657,7 @@ class AdmissionQueue:
             epoch=self.epoch,
             replica_id=replica.report.replica_id,
             expiry_ms=int(self._limits.grant_expiry_s * 1000),
+            kept=kept,
             facts=facts,
         )
         return Granted(waiter.gateway_id, waiter.acquire.ticket, grant)

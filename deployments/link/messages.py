@@ -26,7 +26,7 @@ from deployments.explain.queueing import QueueFacts
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason, Request
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Kind(IntEnum):
@@ -80,21 +80,25 @@ class Grant:
 
     replica_id: str
     expiry_ms: int
+    kept: bool = False
+    """These slots are of those that its tier keeps under any flood: nothing preempts them."""
+
     facts: QueueFacts | None = field(default=None, compare=False)
     """For whoever explains the request. A submit carries its grant without them."""
 
-    def to_wire(self) -> list[Any]:
-        wire: list[Any] = [self.grant_id, self.epoch, self.replica_id, self.expiry_ms]
-        return wire if self.facts is None else [*wire, self.facts.to_wire()]
+    def to_wire(self, *, facts: bool = True) -> list[Any]:
+        wire: list[Any] = [self.grant_id, self.epoch, self.replica_id, self.expiry_ms, self.kept]
+        return [*wire, self.facts.to_wire()] if facts and self.facts is not None else wire
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Grant:
-        grant_id, epoch, replica_id, expiry_ms, *facts = wire
+        grant_id, epoch, replica_id, expiry_ms, kept, *facts = wire
         return cls(
             grant_id=grant_id,
             epoch=epoch,
             replica_id=replica_id,
             expiry_ms=expiry_ms,
+            kept=kept,
             facts=QueueFacts.from_wire(facts[0]) if facts else None,
         )
 
@@ -126,7 +130,7 @@ class Submit:
             self.stream_id,
             self.request.to_wire(),
             self.n,
-            self.grant.to_wire()[:4] if self.grant else None,
+            self.grant.to_wire(facts=False) if self.grant else None,
             self.remaining_ms,
             self.window_tokens,
         ]

@@ -1,5 +1,7 @@
 """Grants past the slots of work that makes way: pure queue and the engine's scheduler together."""
 
+from collections import Counter
+
 from deployments.admission.queue import Action, AdmissionQueue, Granted
 from deployments.admission.tiers import TierRule, TierTable
 from deployments.link.messages import Acquire, Report
@@ -9,20 +11,27 @@ from engine.request import Request, SampledToken, SamplingParams
 from engine.scheduling import Scheduler, StepResult
 
 SLOTS = 2
-RANKS = {"priority": 0, "batch": 30}
+RANKS = {"priority": 0, "default": 10, "batch": 30}
 RULES = [
     TierRule(name="priority", rank=0, preemptible=False),
     TierRule(name="batch", rank=30),
+]
+WITH_SHARES = [
+    TierRule(name="priority", rank=0, preemptible=False),
+    TierRule(name="default", rank=10, share=0.3),
+    TierRule(name="batch", rank=30, share=0.1),
 ]
 
 
 class Replica:
     """What a decode replica does with grants, a step a second."""
 
-    def __init__(self) -> None:
-        self.queue = AdmissionQueue(1, tiers=TierTable(RULES, 1))
+    def __init__(self, rules: list[TierRule] = RULES, slots: int = SLOTS) -> None:
+        self.queue = AdmissionQueue(1, tiers=TierTable(rules, 1))
+        self.slots = slots
+        self.kept: set[str] = set()
         self.scheduler = Scheduler(
-            SchedulerConfig(max_running_requests=SLOTS, ageing_s=1000.0),
+            SchedulerConfig(max_running_requests=slots, ageing_s=1000.0),
             BlockManager(CacheConfig(num_blocks=1000, block_tokens=4), "weights"),
             eos_token_ids=(0,),
             max_context_tokens=1000,
@@ -35,19 +44,22 @@ class Replica:
         self.carry_out(self.report())
 
     def report(self) -> list[Action]:
-        by_tier = {name: 0 for name in RANKS}
+        alive: Counter[tuple[int, int | None]] = Counter()
         for name in self.grants:
-            by_tier[self.tiers[name]] += 1
-        alive = tuple(
-            (RANKS[t], RANKS[t] if t == "batch" else None, n, 8 * n)
-            for t, n in by_tier.items()
-            if n
-        )
+            rank = RANKS[self.tiers[name]]
+            alive[rank, rank if self.makes_way(name) else None] += 1
         grants = tuple((1, grant, 1) for grant in self.grants.values())
         report = Report(
-            replica_id="d", slots=SLOTS, capacity_tokens=4000, grants=grants, alive=alive
+            replica_id="d",
+            slots=self.slots,
+            capacity_tokens=4000,
+            grants=grants,
+            alive=tuple((rank, level, n, 8 * n) for (rank, level), n in alive.items()),
         )
         return self.queue.replica_reported(report, self.now)
+
+    def makes_way(self, name: str) -> bool:
+        return self.tiers[name] != "priority" and name not in self.kept
 
     def ask(self, tier: str) -> str:
         self.count += 1
@@ -64,6 +76,8 @@ class Replica:
         for action in granted:
             (name,) = (n for n in self.tiers if n.removeprefix(self.tiers[n]) == str(action.ticket))
             self.grants[name] = action.grant.grant_id
+            if action.grant.kept:
+                self.kept.add(name)
             ids = tuple(range(100 * action.ticket, 100 * action.ticket + 8))
             tier = self.tiers[name]
             request = Request(
@@ -71,7 +85,7 @@ class Replica:
                 prompt_ids=ids,
                 params=SamplingParams(max_tokens=4),
                 priority=RANKS[tier],
-                preemptible=tier == "batch",
+                preemptible=self.makes_way(name),
             )
             self.scheduler.add(request, self.now)
         if granted:
@@ -127,3 +141,20 @@ def test_no_more_is_granted_than_slots_and_what_gave_its_own_up():
         assert len(replica.step()) <= SLOTS
         assert len(replica.grants) <= 2 * SLOTS
     assert replica.tokens == dict.fromkeys(replica.tiers, 4)
+
+
+def test_what_a_tier_keeps_is_not_what_the_engine_takes_back_for_a_flood():
+    """The engine takes the least urgent first, and must not take batch's only slot where it is
+    `default` that has more than it keeps."""
+    replica = Replica(WITH_SHARES, slots=10)
+    batch = [replica.ask("batch") for _ in range(2)]
+    default = [replica.ask("default") for _ in range(8)]
+    assert replica.kept == {batch[0], *default[:3]}
+    replica.step()
+    while any(name in replica.grants for name in batch):
+        for _ in range(8):
+            replica.ask("priority")
+        ran = replica.step()
+        assert batch[0] in ran or batch[0] not in replica.grants
+        assert len(ran & set(default)) >= 3 or replica.tokens[default[0]] == 4
+    assert replica.tokens[batch[0]] == 4
