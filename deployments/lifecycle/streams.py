@@ -171,7 +171,7 @@ class _Stream:
     def outranked_below(self) -> int | None:
         """Priorities below this one go before it. None: nothing does, because it may not be
         preempted or, since somebody fills its blocks, cannot be."""
-        if not self.submit.request.preemptible or (self.pull is not None and not self.pull.done()):
+        if not self.submit.request.preemptible or self.machine.state is State.PULLING:
             return None
         return self.level
 

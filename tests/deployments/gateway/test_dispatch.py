@@ -10,6 +10,7 @@ import pytest
 
 from deployments.admission.actor import QueueActor
 from deployments.admission.queue import QueueLimits
+from deployments.admission.tiers import TierRule, TierTable
 from deployments.gateway.backend import Place
 from deployments.gateway.dispatch import MAX_LOST_REPLICAS
 from deployments.link.link import Link
@@ -305,3 +306,21 @@ async def test_a_link_that_ended_while_its_replica_lives_is_dialled_again(
         ended.close()
         while links.get(peer) in (None, ended):
             await asyncio.sleep(0.005)
+
+
+async def test_a_request_in_slots_that_its_tier_keeps_is_not_preempted(local_cluster):
+    cluster = local_cluster(prefill=False, max_running_requests=8)
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    client.set_policy(TierTable([TierRule(name="batch", rank=30, share=0.2)], 1), QueueLimits())
+    readers: list[Reader] = []
+    for i in range(2):
+        one = replace(request(60 + i, 4, 2000), priority=30)
+        stream = await client.open(one, n=1, remaining_s=60.0, place=Place(tier="batch"))
+        readers.append(Reader(stream))
+        await readers[-1].each_has(1)
+    # A fifth of eight slots is one.
+    assert sorted(decode.streams.alive(), key=str) == [(30, 30, 1, 4), (30, None, 1, 4)]
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.wait([reader.task for reader in readers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgpack
@@ -12,7 +13,9 @@ from deployments.lifecycle.streams import StreamTable
 from deployments.link.messages import Kind, StreamEvent, Submit, Usage
 from engine.outputs import Output, StepOutput
 from engine.request import FinishReason, Request, SampledToken, SamplingParams
+from engine.scheduling import Reservation
 from engine.text.tokenizer import byte_tokenizer
+from engine.transfer.manifest import Prefilled
 
 
 class Link:
@@ -38,6 +41,9 @@ class Engine:
 
     def submit(self, request: Request, *, remote: bool = False) -> None:
         self.running[request.request_id] = request
+
+    def cached_tokens(self, request: Request) -> int:
+        return 0
 
     def cancel(self, request_id: str) -> bool:
         return self.running.pop(request_id, None) is not None
@@ -223,6 +229,47 @@ async def test_a_fault_of_one_stream_leaves_the_others_their_tokens(monkeypatch)
     assert [message[1] for message in refused] == [2]
     assert two not in table.engine.running
     assert table.step() == [StreamEvent(1, 0, "A", [65])]
+
+
+class Prefill:
+    """A replica that takes its time."""
+
+    num_replicas = 1
+
+    def __init__(self) -> None:
+        self.filled = asyncio.Event()
+
+    def choose(self, num_tokens: int, excluding: str | None) -> str | None:
+        return "p1"
+
+    async def pull(self, *_: Any) -> Prefilled:
+        await self.filled.wait()
+        return Prefilled(first=SampledToken(65), num_cached_tokens=0, num_bytes=1, exposed_s=0.0)
+
+    def arrived(self, request: Request, prefilled: Prefilled) -> Output:
+        return Output(request.request_id, prefilled.first, "A", None, 0)
+
+
+async def test_nothing_takes_the_slot_of_a_request_whose_kv_is_on_its_way():
+    table, prefill = Table(), Prefill()
+    table.streams.remote = prefill  # type: ignore[assignment]
+    table.streams.config = LifecycleConfig(local_prefill_tokens=0)
+    table.streams.slots = 1
+    (one,) = table.submit(1, priority=30)
+    assert table.streams.alive() == ((30, 30, 1, 3),)  # it waits: whoever comes goes first
+    reports = table.reports
+    table.streams.on_step(
+        StepOutput(reservations=[Reservation(request_id=one, blocks=(7,), num_cached_tokens=0)])
+    )
+    assert table.streams.alive() == ((30, None, 1, 3),)
+    assert not table.streams._room_for(_submit(priority=0, n=1))
+    assert table.reports == reports + 1
+    prefill.filled.set()
+    while not table.link.steps:
+        await asyncio.sleep(0)
+    assert table.streams.alive() == ((30, 30, 1, 3),)
+    assert table.streams._room_for(_submit(priority=0, n=1))
+    assert table.reports == reports + 2
 
 
 async def test_what_is_alive_is_told_with_the_level_at_which_the_engine_runs_it():
