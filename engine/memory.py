@@ -227,7 +227,8 @@ def _left_by(group: Path, version2: bool) -> int | None:
 class Claims:
     """What engines of this host have announced and not taken yet: one small file for each process.
 
-    The directory belongs to the user. What a process that died announced counts no longer.
+    The directory belongs to the user. What a process that died announced counts no longer. Where
+    there can be no such directory, each engine measures by itself.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -243,14 +244,16 @@ class Claims:
 
         Not for a thread that holds it.
         """
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        with (self._directory / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as stack:
+            if self._usable():
+                file = stack.enter_context((self._directory / "lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield self.others()
 
     def announce(self, num_bytes: int) -> None:
         """This process will take so many bytes more. Call `clear` when it has, or does not."""
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        if not self._usable():
+            return
         pid = os.getpid()
         body = json.dumps({"pid": pid, "started": _started(pid), "bytes": num_bytes})
         new = self._directory / f".{pid}"
@@ -260,6 +263,13 @@ class Claims:
     def clear(self) -> None:
         """This process takes nothing more."""
         (self._directory / f"{os.getpid()}.json").unlink(missing_ok=True)
+
+    def _usable(self) -> bool:
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            return self._directory.stat().st_uid == os.getuid()
+        except OSError:
+            return False
 
     def others(self) -> int:
         """Bytes that other living processes have announced."""

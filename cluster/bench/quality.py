@@ -104,10 +104,10 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['model']}  {result['dtype']}  {result['tokens']} tokens  "
         f"perplexity {result['perplexity']:.2f}",
-        f"{'format':12}{'perplexity ratio':>18}{'KL, nats a token':>18}",
+        f"{'format':16}{'perplexity ratio':>18}{'KL, nats a token':>18}",
     ]
     for name, row in result["quality"].items():
-        lines.append(f"{name:12}{row['perplexity_ratio']:18.4f}{row['kl']:18.5f}")
+        lines.append(f"{name:16}{row['perplexity_ratio']:18.4f}{row['kl']:18.5f}")
     return lines
 
 

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.build import assemble
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.execution.pool import KVPool
 from engine.memory import Claims, FreeMemory, MemoryPlan, PoolSize, free_host_memory
+from engine.models.fake import FakeModel
+from engine.models.tiny import tiny_model
+from engine.text.text_model import load_text
 
 MB = 1_000_000
 PER_TOKEN = 1000
@@ -187,3 +193,58 @@ def test_what_another_living_engine_announced_counts_until_it_is_taken(tmp_path)
     assert claims.others() == 0
     claims.clear()
     assert sorted(os.listdir(tmp_path / "claims")) == ["lock"]
+
+
+def test_where_engines_cannot_announce_each_measures_by_itself(tmp_path):
+    (tmp_path / "file").touch()
+    claims = Claims(tmp_path / "file" / "claims")
+    claims.announce(5)
+    with claims.locked() as announced:
+        assert announced == 0
+
+
+def build(**options):
+    config = EngineConfig(model=ModelConfig(name="f", source="fake"), **options)
+    return assemble(config, FakeModel(), load_text("fake").tokenizer)
+
+
+def test_an_engine_takes_what_is_configured_or_what_its_requests_can_use():
+    per_token = FakeModel().layout.bytes_per_token
+    explicit = build(kv_memory_bytes=100 * 16 * per_token).memory
+    assert (explicit.kv_tokens, explicit.kv_bytes) == (99 * 16, 100 * 16 * per_token)
+    few = SchedulerConfig(max_running_requests=2)
+    filled = build(scheduler=few, max_context_tokens=256).memory
+    assert (filled.kv_tokens, filled.full_batch, filled.context_tokens) == (512, 2, 256)
+    assert filled.free_bytes > filled.kv_bytes
+
+
+def test_an_engine_that_does_not_fit_does_not_start():
+    with pytest.raises(ConfigError, match=r"needs 1000000 GB, free are .* lower it to at most"):
+        build(kv_memory_bytes=10**15)
+    with pytest.raises(ConfigError, match=r"the memory this replica declares"):
+        build(kv_memory_bytes=4 * MB, memory_limit_bytes=1 * MB)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_memory_fraction": 1.5}, r"kv_memory_fraction=1\.5: must be above 0 and at most 1"),
+        ({"kv_memory_fraction": 0.5, "kv_memory_bytes": 9}, r"kv_memory_bytes=9: .* one size"),
+        ({"kv_memory_bytes": 0}, r"kv_memory_bytes=0: must be 1 or more"),
+    ],
+)
+def test_sizes_that_contradict_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model=ModelConfig(name="f", source="fake"), **options)
+
+
+def test_a_pool_has_its_memory_from_the_start():
+    layout = tiny_model().layout
+    blocks = 64 * MB // (16 * layout.bytes_per_token)
+    before = resident()
+    pool = KVPool(layout, blocks, 16)
+    assert resident() - before > 0.9 * pool.data.nbytes
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
