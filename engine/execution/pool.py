@@ -58,9 +58,10 @@ class KVPool:
         if layout.coded:
             assert layout.head_dim % SCALE_BYTES == 0, f"scales behind heads of {layout.head_dim}"
             split = rows * layout.head_dim
-            self._numbers = self.data[..., :split].view(torch.int8).unflatten(-1, shape)
+            each = whole[:3]
+            self._numbers = self.data[..., :split].view(torch.int8).view((*each, *shape))
             scales = self.data[..., split:].view(torch.float32)
-            scales = scales.unflatten(-1, (layout.num_kv_heads, block_tokens))
+            scales = scales.view((*each, layout.num_kv_heads, block_tokens))
             self._scales = scales.transpose(-1, -2)
 
     def keys(self, layer: int) -> Tensor:
@@ -141,7 +142,7 @@ class KVPool:
         """Write a payload in wire order to position `first_token` on, across block borders."""
         h0, h1 = heads or (0, self.layout.num_kv_heads)
         views = wire_views(payload, self.layout, last_layer - first_layer, h1 - h0)
-        sources = [torch.from_numpy(view) for view in views]
+        sources = [torch.as_tensor(view) for view in views]
         numbers = sources[0].view(self._numbers.dtype)
         scales = sources[1].view(torch.float32).squeeze(-1) if self.layout.coded else None
         num_tokens, done, page = numbers.shape[2], 0, self.block_tokens

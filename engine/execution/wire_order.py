@@ -33,17 +33,18 @@ def wire_views(
     layer, token or head does it to each of them alike. Writable where the payload is. Raises
     ValueError for a payload that is not a whole number of tokens.
     """
-    runs = np.frombuffer(payload, dtype=np.uint8).reshape(num_layers, 2, -1)
+    flat: NDArray[np.uint8] = np.frombuffer(payload, dtype=np.uint8)
+    runs = np.reshape(flat, (num_layers, 2, -1))
     num_tokens, rest = divmod(runs.shape[2], num_heads * layout.row_bytes)
     if rest:
         raise ValueError(f"{rest} bytes behind {num_tokens} tokens of {num_heads} heads")
     width = layout.head_dim * layout.itemsize
     split = num_tokens * num_heads * width
-    numbers = runs[:, :, :split].reshape(num_layers, 2, num_tokens, num_heads, width)
+    numbers = np.reshape(runs[:, :, :split], (num_layers, 2, num_tokens, num_heads, width))
     if not layout.coded:
         return (numbers,)
-    scales = runs[:, :, split:].reshape(num_layers, 2, num_heads, num_tokens, SCALE_BYTES)
-    return numbers, scales.swapaxes(2, 3)
+    behind = np.reshape(runs[:, :, split:], (num_layers, 2, num_heads, num_tokens, SCALE_BYTES))
+    return numbers, np.swapaxes(behind, 2, 3)
 
 
 def sound_scales(
@@ -51,6 +52,6 @@ def sound_scales(
 ) -> bool:
     """Whether every scale in a payload of a coded layout is one that codes can have."""
     _, scales = wire_views(payload, layout, num_layers, num_heads)
-    found = np.ascontiguousarray(scales).view(np.float32)
+    found: NDArray[np.float32] = np.frombuffer(scales.tobytes(), dtype=np.float32)
     # NaN and infinity fail one or the other.
     return bool(((found >= 0) & (found < np.inf)).all())
