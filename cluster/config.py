@@ -145,7 +145,8 @@ def _rank_bundles(
     ranks = 1
     for name in ("tensor_parallel", "pipeline_parallel"):
         own = args.get(f"prefill_{name}") if deployment.get("name") == "Prefill" else None
-        ranks *= own or args.get(name, 1)
+        size = own or args.get(name, 1)
+        ranks *= size if isinstance(size, int) else 1  # which is told where args are checked
     return rank_bundles(ranks, args.get("accelerator", "cpu"))
 
 
@@ -579,6 +580,7 @@ class _Lint:
                 continue
             if (settings := deployment.get("user_config")) is not None:
                 self._model(builder.deployments[name], settings, (*here, "user_config"))
+            self._replica_with_ranks(application, deployment, here)
             if deployment.get("num_replicas", 1) == 1 and not deployment.get("max_surge_percent"):
                 self.warnings.append(
                     f"{self.document.at(here)}: {application['name']}/{name} has one replica and "
@@ -587,6 +589,29 @@ class _Lint:
                 )
         if builder.is_model:
             self._model_application(application, at)
+
+    def _replica_with_ranks(
+        self, application: dict[str, Any], deployment: dict[str, Any], at: Location
+    ) -> None:
+        """A replica with ranks runs in a placement group that the builder makes."""
+        if not _rank_bundles(application, deployment):
+            return
+        from deployments.settings import REPLICA_CPUS
+
+        for name in ("placement_group_bundles", "placement_group_strategy"):
+            if deployment.get(name) is not None:
+                self._say(
+                    (*at, name),
+                    f"a replica with tensor_parallel or pipeline_parallel gets its own {name}; "
+                    "leave it out",
+                )
+        cpus = (deployment.get("ray_actor_options") or {}).get("num_cpus") or 0
+        if isinstance(cpus, (int, float)) and cpus > REPLICA_CPUS:
+            self._say(
+                (*at, "ray_actor_options", "num_cpus"),
+                f"{cpus}: of a replica with ranks, itself, which computes nothing: at most "
+                f"{REPLICA_CPUS:g}; ranks have theirs beside it",
+            )
 
     def _model_application(self, application: dict[str, Any], at: Location) -> None:
         if application.get("route_prefix", "/") is not None:

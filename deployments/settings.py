@@ -136,12 +136,18 @@ class ModelArgs(_Strict):
     link: LinkArgs = LinkArgs()
 
     @model_validator(mode="after")
-    def _ranks_use_the_link(self) -> ModelArgs:
-        if self.transport == "nixl" and max(self.num_ranks, self.of_prefill().num_ranks) > 1:
+    def _ranks_are_possible(self) -> ModelArgs:
+        if max(self.num_ranks, self.of_prefill().num_ranks) == 1:
+            return self
+        if self.transport == "nixl":
             raise ValueError(
                 "transport='nixl' reads from one pool of KV, and ranks keep one each: use 'link', "
                 "or one rank"
             )
+        if self.source in ("fake", "synthetic"):
+            raise ValueError(f"source={self.source!r} has no parts for ranks: use one rank")
+        if self.backend == "native":
+            raise ValueError("backend='native' computes on one rank only: use 'auto' or 'torch'")
         return self
 
     @property

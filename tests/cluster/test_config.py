@@ -90,6 +90,35 @@ def test_every_replica_is_counted_twice_because_an_update_starts_the_new_ones_fi
     assert checked.needed_cpus() == 3
 
 
+def ranked(*deployments: str, args: str = "tensor_parallel: 2") -> str:
+    pools = "\n".join(["  deployments:", *(f"  - {{{options}}}" for options in deployments)])
+    text = gateway_and_model(model=pools)
+    return text.replace("source: fake", f"source: tiny, {args}")
+
+
+def test_ranks_are_counted_and_prefill_may_have_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config.os, "cpu_count", lambda: 1)
+    pools = ("name: Decode, num_replicas: 2", "name: Prefill, num_replicas: 1")
+    gateway = 1
+    checked = load(folder, ranked(*pools))
+    assert checked.needed_cpus() == 2 * (gateway + 3 * 1.5)
+    checked = load(folder, ranked(*pools, args="tensor_parallel: 2, prefill_tensor_parallel: 4"))
+    assert checked.needed_cpus() == 2 * (gateway + 2 * 1.5 + 2.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("placement_group_bundles: [{CPU: 1}]", "gets its own placement_group_bundles"),
+        ("ray_actor_options: {num_cpus: 2}", "2: of a replica with ranks, itself"),
+    ],
+)
+def test_a_replica_with_ranks_is_placed_by_the_builder(folder: Path, options: str, said: str):
+    assert said in refused(folder, ranked(f"name: Decode, {options}"))
+
+
 def test_a_file_without_http_options_listens_on_this_machine_only(folder: Path):
     checked = load(folder, app())
     assert checked.data["http_options"] == {"host": "127.0.0.1", "port": 8000}

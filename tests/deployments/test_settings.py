@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from deployments.app import model
 from deployments.settings import ModelArgs
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -29,3 +30,46 @@ def test_ways_to_quantise_that_there_are_not_are_refused(args):
 def test_a_group_without_rounding_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"quantisation_group=64 .* leave it out"):
         engine_model(quantisation_group=64)
+
+
+def test_prefill_takes_sizes_of_its_own():
+    args = ModelArgs(
+        name="m", source="tiny", tensor_parallel=4, pipeline_parallel=2, prefill_tensor_parallel=2
+    )
+    assert (args.num_ranks, args.of_prefill().num_ranks) == (8, 4)
+    config = args.of_prefill().engine_config(SchedulerConfig())
+    assert (config.tensor_parallel, config.pipeline_parallel) == (2, 2)
+    assert ModelArgs(name="m", source="tiny").of_prefill().num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"transport": "nixl"}, "transport='nixl' reads from one pool"),
+        ({"source": "fake"}, "source='fake' has no parts"),
+        ({"backend": "native"}, "backend='native' computes on one rank"),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["pipeline_parallel", "prefill_tensor_parallel"])
+def test_what_ranks_cannot_do_is_refused(args, said, ranks):
+    with pytest.raises(ValidationError, match=said):
+        ModelArgs(**{"name": "m", "source": "tiny", ranks: 2, **args})
+
+
+def test_a_replica_with_ranks_gets_a_placement_group_of_its_own_size():
+    args = ModelArgs(name="m", source="tiny", tensor_parallel=2, prefill_pipeline_parallel=3)
+    root = model(args)._bound_deployment
+    decode = root.init_args[0]._bound_deployment
+    prefill = decode.init_args[1]._bound_deployment
+    assert root._replica_config.placement_group_bundles is None
+    found = [
+        (d._replica_config.placement_group_bundles, d._replica_config.placement_group_strategy)
+        for d in (decode, prefill)
+    ]
+    assert found == [([{"CPU": 0.5}] * 3, "STRICT_PACK"), ([{"CPU": 0.5}] * 7, "PACK")]
+    assert prefill.init_args[0]["pipeline_parallel"] == 3
+
+
+def test_a_replica_that_computes_itself_has_no_placement_group():
+    decode = model(ModelArgs(name="m", source="tiny"))._bound_deployment.init_args[0]
+    assert decode._bound_deployment._replica_config.placement_group_bundles is None

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import select
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -238,17 +239,26 @@ class RankGroupStart:
         self._channels: dict[int, Channel] = {}
         self._processes: RankProcesses | None = None
         host = launcher.host or "127.0.0.1"
+        # A socket of ours: the store by itself listens on every interface, and asks nobody who he
+        # is.
+        server = socket.create_server((host, 0))
+        port: int = server.getsockname()[1]
         self._store = dist.TCPStore(
-            host, 0, None, is_master=True, wait_for_workers=False,
+            host,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
             timeout=timedelta(seconds=limit_s),
-        )  # fmt: skip
+            master_listen_fd=server.detach(),
+        )
         orders = [
             RankOrder(
                 rank=rank,
                 grid=grid,
                 address=self._listener.address,
                 key=key.hex(),
-                store=f"{host}:{self._store.port}",
+                store=f"{host}:{port}",
                 model=model,
                 block_tokens=block_tokens,
                 num_threads=num_threads,
