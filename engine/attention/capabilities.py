@@ -69,6 +69,9 @@ class AttentionCapabilities:
     softcap: bool = True
     window: bool = True
     graphs: bool = True
+    graph_block_multiple: int = 1
+    """The same in a captured graph."""
+
     kv_compute: Mapping[str, tuple[int, int]]
     """Least compute capability of a KV type where it is above `compute`."""
 
@@ -94,7 +97,8 @@ ATTENTION: Final[Mapping[AttentionName, AttentionCapabilities]] = {
         compute=SM80,
         dtypes=("bfloat16", "float16"),
         kv_dtypes=(),
-        block_multiple=256,
+        block_multiple=1,  # others than multiples of 256 are gathered first
+        graph_block_multiple=256,
         max_head_dim=256,
         head_dim_multiple=8,
         softcap=False,
@@ -160,6 +164,11 @@ def lacks(name: AttentionName, device: Device, needs: AttentionNeeds) -> str | N
         (can.softcap or not needs.softcap, "soft-capped scores"),
         (can.window or not needs.window, "sliding windows"),
         (can.graphs or not needs.graphs, "CUDA graphs"),
+        (
+            not needs.graphs or needs.block_tokens % can.graph_block_multiple == 0,
+            f"CUDA graphs with block_tokens={needs.block_tokens} (only multiples of "
+            f"{can.graph_block_multiple})",
+        ),
     ]
     missing = [line for present, line in lines if not present]
     return f"does not do {'; '.join(missing)}" if missing else None
@@ -188,7 +197,7 @@ def _ways_out(device: Device, needs: AttentionNeeds) -> str:
     if device.kind == "cuda" and device.compute < SM80:
         return "serve this model on a newer GPU, or with accelerator: cpu"
     if needs.block_tokens % 256 and "triton" in device.missing:
-        return "use block_tokens: 256, or install triton"
+        return "use block_tokens: 256, install triton, or set cuda_graphs: false"
     return "use attention: auto, another dtype or block_tokens, or install what is missing"
 
 

@@ -1,8 +1,7 @@
-"""Attention on the CPU, under the contract of flash-attn 2.8.3.
+"""Attention on the CPU over the KV pool.
 
-`flash_attn_varlen_func` and `flash_attn_with_kvcache` take those arguments of their CUDA namesakes
-that the engine uses, and mean the same by them; `CpuAttention` is the backend over the KV pool. All
-three plan once on the host which keys each group of requests reads (`_plan`), then run that plan:
+A step is planned once on the host: which keys each group of requests reads (`_plan`). Each layer
+then runs that plan:
 
 - causal is bottom-right aligned: query r of n sees keys `<= r + m - n` of m; no key gives 0;
 - slots past a sequence's real length may hold anything, even NaN: they are zeroed after the gather;
@@ -115,12 +114,12 @@ def _plan(
     block_tokens: int,
     num_blocks: int,
     group: int,
-    window: tuple[int, int],
+    left: int,
     dtype: torch.dtype,
 ) -> list[_Tile]:
-    """Decide which keys each request reads. `window` is inclusive, -1 means without limit."""
+    """Decide which keys each request reads. `left`: keys before its own that a query sees, -1 for
+    all."""
     starts = np.concatenate(([0], np.cumsum(q_lens)))
-    left, right = window
     tiles: list[_Tile] = []
     for rows in _groups(q_lens, k_lens):
         q_len = q_lens[rows[0]]
@@ -157,7 +156,7 @@ def _plan(
                 num_keys=num_keys,
                 blocks=torch.as_tensor(blocks.ravel()),
                 stale=torch.as_tensor(stale) if stale.size else None,
-                spans=_spans(q_len, lens - first - q_len, own, (left, right), group, dtype),
+                spans=_spans(q_len, lens - first - q_len, own, left, group, dtype),
             )
         )
     return tiles
@@ -174,7 +173,7 @@ def _spans(
     q_len: int,
     shift: NDArray[np.int64],
     own: NDArray[np.int64],
-    window: tuple[int, int],
+    left: int,
     group: int,
     dtype: torch.dtype,
 ) -> tuple[_Span, ...]:
@@ -182,14 +181,11 @@ def _spans(
 
     Query i of request r sits at key position `i + shift[r]`; `own[r]` keys are real.
     """
-    left, right = window
     spans: list[_Span] = []
     longest = int(own.max())
     for q_start in range(0, q_len, _SPAN_TOKENS):
         q_stop = min(q_start + _SPAN_TOKENS, q_len)
-        k_start, k_stop = 0, longest
-        if right >= 0:
-            k_stop = min(k_stop, int(shift.max()) + q_stop + right)
+        k_start, k_stop = 0, min(longest, int(shift.max()) + q_stop)
         if left >= 0:
             k_start = max(0, int(shift.min()) + q_start - left)
         if k_stop <= k_start:
@@ -197,9 +193,7 @@ def _spans(
             continue
         query = (np.arange(q_start, q_stop)[None, :] + shift[:, None])[:, :, None]
         key = np.arange(k_start, k_stop)[None, None, :]
-        seen = np.broadcast_to(key < own[:, None, None], (len(own), q_stop - q_start, key.size))
-        if right >= 0:
-            seen = seen & (key <= query + right)
+        seen = (key < own[:, None, None]) & (key <= query)
         if left >= 0:
             seen = seen & (key >= query - left)
         mask = None
@@ -248,14 +242,11 @@ def _run_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float, softca
     return result.reshape(n * q_len, kv_heads * group, dim)
 
 
-def _gather(cache: Tensor, tile: _Tile, scratch: Tensor | None = None) -> Tensor:
+def _gather(cache: Tensor, tile: _Tile, scratch: Tensor) -> Tensor:
     """The tile's blocks of one layer, `[n, keys, kv_heads, dim]`, stale rows zeroed."""
     shape = (tile.blocks.numel(), *cache.shape[1:])
-    if scratch is None:
-        found = torch.index_select(cache, 0, tile.blocks)
-    else:
-        found = scratch[: math.prod(shape)].view(shape)
-        torch.index_select(cache, 0, tile.blocks, out=found)
+    found = scratch[: math.prod(shape)].view(shape)
+    torch.index_select(cache, 0, tile.blocks, out=found)
     if tile.stale is not None:
         found.view(-1, cache.shape[2] * cache.shape[3]).index_fill_(0, tile.stale, 0)
     return found.view(tile.num_requests, tile.num_keys, *cache.shape[2:])
@@ -274,11 +265,6 @@ def _gather_codes(codes: Tensor, scales: Tensor, tile: _Tile, scratch: Tensor) -
     return found.view(tile.num_requests, tile.num_keys, *codes.shape[2:])
 
 
-def _effective(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    left, right = window_size
-    return left, 0 if causal else right
-
-
 def _checked(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Query heads for each KV head. Raises ValueError as flash-attn's own checks do."""
     if q.dtype != k.dtype or k.dtype != v.dtype:
@@ -287,156 +273,6 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> int:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
     return heads // kv_heads
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    """Attention over sequences of different lengths, laid end to end.
-
-    q: `[total_q, heads, dim]`. k, v: `[total_k, kv_heads, dim]`, or paged with `block_table`
-    `[batch, columns]`: `[num_blocks, page, kv_heads, dim]`. `cu_seqlens_*`: `[batch + 1]`; paged,
-    only the differences of `cu_seqlens_k` count. `window_size` is inclusive on both sides, -1 is
-    unlimited. Returns `[total_q, heads, dim]`. Raises ValueError on shapes and lengths that
-    disagree, IndexError on a used table entry out of range. Any page size will do; flash-attn
-    itself wants multiples of 256.
-    """
-    group = _checked(q, k, v)
-    cu_q, cu_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()
-    q_lens: list[int] = np.diff(cu_q).tolist()
-    k_lens: list[int] = np.diff(cu_k).tolist()
-    if max(q_lens, default=0) > max_seqlen_q or max(k_lens, default=0) > max_seqlen_k:
-        raise ValueError(
-            f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k} are less than the longest "
-            f"sequence ({max(q_lens)}, {max(k_lens)})"
-        )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    window = _effective(causal, window_size)
-    out = torch.zeros_like(q)
-    if block_table is not None:
-        tiles = _plan(
-            q_lens,
-            k_lens,
-            block_table.numpy(),
-            block_tokens=k.shape[1],
-            num_blocks=k.shape[0],
-            group=group,
-            window=window,
-            dtype=q.dtype,
-        )
-        for tile in tiles:
-            keys, values = _gather(k, tile), _gather(v, tile)
-            out[tile.tokens] = _run_tile(tile, q[tile.tokens], keys, values, scale, softcap)
-        return out
-    for row, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
-        if not q_len:
-            continue
-        begin, first = int(cu_q[row]), int(cu_k[row])
-        length = np.array([k_len])
-        tile = _Tile(
-            tokens=slice(begin, begin + q_len),
-            num_requests=1,
-            num_queries=q_len,
-            num_keys=k_len,
-            blocks=torch.empty(0, dtype=torch.int64),
-            stale=None,
-            spans=_spans(q_len, length - q_len, length, window, group, q.dtype),
-        )
-        own = slice(first, first + k_len)
-        out[tile.tokens] = _run_tile(
-            tile, q[tile.tokens], k[None, own], v[None, own], scale, softcap
-        )
-    return out
-
-
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-) -> Tensor:
-    """Attention of equally many new queries a sequence over a cache, appending to it on request.
-
-    q: `[batch, queries, heads, dim]`. k_cache, v_cache: `[batch, capacity, kv_heads, dim]`, or
-    with `block_table` `[batch, columns]` paged: `[num_blocks, page, kv_heads, dim]`. k, v: `[batch,
-    new, kv_heads, dim]`, written in place behind the first `cache_seqlens` `[batch]` keys. So
-    `cache_seqlens` is the length before the append with k and v, the total length without them.
-    Returns the shape of q. Errors as `flash_attn_varlen_func`.
-    """
-    group = _checked(q, k_cache, v_cache)
-    batch, q_len = q.shape[:2]
-    page = k_cache.shape[1]
-    if block_table is None:
-        table = np.arange(batch)[:, None]
-        lens = np.full(batch, page) if cache_seqlens is None else cache_seqlens.numpy()
-    else:
-        if cache_seqlens is None:
-            raise ValueError("cache_seqlens is missing: a paged cache has no length of its own")
-        table, lens = block_table.numpy(), cache_seqlens.numpy()
-    if k is not None:
-        assert v is not None, "k without v"
-        _append(k_cache, v_cache, k, v, lens, table)
-        lens = lens + k.shape[1]
-    k_lens: list[int] = lens.tolist()
-    tiles = _plan(
-        [q_len] * batch,
-        k_lens,
-        table,
-        block_tokens=page,
-        num_blocks=k_cache.shape[0],
-        group=group,
-        window=_effective(causal, window_size),
-        dtype=q.dtype,
-    )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    flat = q.reshape(batch * q_len, *q.shape[2:])
-    out = torch.zeros_like(flat)
-    for tile in tiles:
-        keys, values = _gather(k_cache, tile), _gather(v_cache, tile)
-        out[tile.tokens] = _run_tile(tile, flat[tile.tokens], keys, values, scale, softcap)
-    return out.view(q.shape)
-
-
-def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lens: NDArray[np.int64],
-    table: NDArray[np.int64],
-) -> None:
-    page = k_cache.shape[1]
-    positions = lens[:, None] + np.arange(k.shape[1])
-    if int(positions.max()) >= table.shape[1] * page:
-        raise IndexError(
-            f"appending at {int(positions.max())}: the cache holds {table.shape[1] * page} tokens"
-        )
-    blocks = np.take_along_axis(table, positions // page, axis=1).astype(np.int64)
-    if not 0 <= int(blocks.min()) <= int(blocks.max()) < k_cache.shape[0]:
-        raise IndexError(f"the block table names a block outside [0, {k_cache.shape[0]})")
-    index = (torch.as_tensor(blocks), torch.as_tensor(positions % page))
-    k_cache[index] = k
-    v_cache[index] = v
 
 
 class CpuAttention:
@@ -455,7 +291,7 @@ class CpuAttention:
         softcap: float = 0.0,
     ) -> None:
         """`window`: tokens each token sees, itself included (transformers' `sliding_window`)."""
-        self._window = (-1, 0) if window is None else (window - 1, 0)
+        self._left = -1 if window is None else window - 1
         self._scale = softmax_scale
         self._softcap = softcap
         self._step: StepContext | None = None
@@ -523,7 +359,7 @@ class CpuAttention:
             block_tokens=pool.block_tokens,
             num_blocks=pool.num_blocks,
             group=group,
-            window=self._window,
+            left=self._left,
             dtype=q.dtype,
         )
         layout = pool.layout

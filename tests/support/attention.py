@@ -8,6 +8,7 @@ import torch
 from engine.attention.backend import StepContext
 from engine.execution.pool import KVPool
 from engine.models.model import KVLayout
+from engine.quantisation.kv_codes import from_codes, to_codes
 
 SHAPES = [
     # query lengths, key lengths: decode, mixed, prefill, more queries than keys, an empty sequence
@@ -97,8 +98,11 @@ def make_step(q_lens, k_lens, table, page):
     )
 
 
-def filled_pool(data, page, dtype, layer, layers=3):
-    """A pool whose other layers are NaN, with the sequences of `data` in one."""
+def filled_pool(data, page, dtype, layer, layers=3, coded=False):
+    """A pool whose other layers are NaN, with the sequences of `data` in one.
+
+    `coded`: as int8 codes; free slots have scales that are NaN.
+    """
     layout = KVLayout(
         num_layers=layers,
         num_kv_heads=data.k_cache.shape[2],
@@ -106,6 +110,15 @@ def filled_pool(data, page, dtype, layer, layers=3):
         dtype=str(dtype).removeprefix("torch."),
         fingerprint="",
     )
+    if coded:
+        pool = KVPool(layout.as_codes(), data.k_cache.shape[0], page)
+        for codes, scales, cache in (
+            (pool.keys(layer), pool.key_scales(layer), data.k_cache),
+            (pool.values(layer), pool.value_scales(layer), data.v_cache),
+        ):
+            for to, made in zip((codes, scales), to_codes(cache), strict=True):
+                to.copy_(made)
+        return pool
     pool = KVPool(layout, data.k_cache.shape[0], page)
     pool.data.fill_(math.nan)
     pool.keys(layer).copy_(data.k_cache)
@@ -113,7 +126,7 @@ def filled_pool(data, page, dtype, layer, layers=3):
     return pool
 
 
-def attend_over_pool(backend, q_lens, k_lens, *, page, window, dtype, dim=16, layer=1):
+def attend_over_pool(backend, q_lens, k_lens, *, page, window, dtype, softcap=0.0, dim=16, layer=1):
     """What a backend gives for one layer of a step, and what it should: 4 heads over 2 KV heads."""
     data = Paged(k_lens, page, 2, dtype, dim=dim)
     lens = list(zip(q_lens, k_lens, strict=True))
@@ -127,7 +140,27 @@ def attend_over_pool(backend, q_lens, k_lens, *, page, window, dtype, dim=16, la
     q = torch.randn(sum(q_lens), 6, dim, dtype=dtype)[:, :4]
     got = backend.attend(q, new_k, new_v, layer, pool, step)
     limits = (-1, -1) if window is None else (window - 1, 0)
-    want = defined(q, data.keys, data.values, q_lens, causal=True, window=limits)
+    want = defined(q, data.keys, data.values, q_lens, causal=True, window=limits, softcap=softcap)
     assert pool.keys(0).isnan().all(), "another layer was touched"
     assert torch.equal(pool.keys(layer).nan_to_num(7.0), data.k_cache.nan_to_num(7.0))
+    return got, want
+
+
+def attend_over_codes(backend, q_lens, k_lens, *, page, dim=16, layer=1):
+    """The same for a pool of int8 codes, in float32: it should be what the codes stand for."""
+    data = Paged(k_lens, page, 2, torch.float32, dim=dim)
+    lens = list(zip(q_lens, k_lens, strict=True))
+    new_k = torch.cat([k[n - m :] for k, (m, n) in zip(data.keys, lens, strict=True)])
+    new_v = torch.cat([v[n - m :] for v, (m, n) in zip(data.values, lens, strict=True)])
+    pool = filled_pool(data, page, torch.float32, layer, coded=True)
+    step = make_step(q_lens, k_lens, data.table, page)
+    for scales in (pool.key_scales(layer), pool.value_scales(layer)):
+        scales[step.slots // page, step.slots % page] = math.nan  # what the step itself writes
+    q = torch.randn(sum(q_lens), 4, dim)
+    got = backend.attend(q, new_k, new_v, layer, pool, step)
+    keys, values = (
+        [from_codes(*to_codes(part), torch.float64) for part in parts]
+        for parts in (data.keys, data.values)
+    )
+    want = defined(q, keys, values, q_lens, causal=True, window=(-1, -1))
     return got, want

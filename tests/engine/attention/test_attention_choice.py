@@ -36,6 +36,8 @@ def test_every_backend_has_a_row():
         (H100, replace(LLAMA, window=True, softcap=True), "flash"),
         (BARE, LLAMA, "varlen"),
         (BARE, replace(LLAMA, softcap=True), "triton"),
+        (BARE, replace(LLAMA, block_tokens=16), "triton"),
+        (BARE, replace(LLAMA, block_tokens=16, graphs=False), "varlen"),
         (H100, replace(LLAMA, block_tokens=16), "triton"),
         (H100, replace(LLAMA, kv_dtype="int8"), "triton"),
         (H100, replace(LLAMA, kv_dtype="float8_e4m3fn"), "triton"),
@@ -60,6 +62,12 @@ def test_the_first_that_does_all_of_it_is_taken(device, needs, name):
         (H100, replace(LLAMA, head_dim=320), "flash", "heads of 320 (only multiples of 8 up to"),
         (H100, replace(LLAMA, kv_dtype="int8"), "flash", "KV in int8 (only bfloat16)"),
         (H100, replace(LLAMA, softcap=True), "varlen", "soft-capped scores"),
+        (
+            H100,
+            replace(LLAMA, block_tokens=16),
+            "varlen",
+            "CUDA graphs with block_tokens=16 (only multiples of 256)",
+        ),
         (BARE, LLAMA, "flash", "flash-attn is not installed"),
         (T4, LLAMA, "triton", "needs compute capability 8.0, T4 has 7.5"),
         (
@@ -88,5 +96,5 @@ def test_a_device_without_any_is_told_the_reason_of_each_and_a_way_out():
     assert said.count("needs compute capability 8.0, T4 has 7.5") == 3
     assert "accelerator: cpu" in said
     nothing = replace(BARE, missing={**BARE.missing, "triton": "Triton is not installed"})
-    with pytest.raises(ConfigError, match="use block_tokens: 256, or install triton"):
+    with pytest.raises(ConfigError, match="256, install triton, or set cuda_graphs: false"):
         choose(nothing, replace(LLAMA, block_tokens=16))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from attention import SHAPES, Paged, attend_over_pool, cumulative, defined
+from attention import SHAPES, Paged, attend_over_codes, attend_over_pool, cumulative, defined
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -159,6 +159,12 @@ def test_the_backend_stores_then_attends_over_the_strided_pool(window):
         dtype=torch.float32,
     )
     assert (got.double() - want).abs().max() < WORST
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the pool of this test is in host memory")
+def test_the_backend_reads_and_writes_a_pool_of_codes():
+    got, want = attend_over_codes(TritonAttention(), (1, 7, 1), (12, 7, 300), page=16)
+    assert (got.double() - want).abs().max() < 5e-5
 
 
 def test_layouts_that_it_cannot_read_raise():

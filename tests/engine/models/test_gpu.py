@@ -1,0 +1,125 @@
+"""What a GPU is asked for where there is none, and how a decoder on one is put together."""
+
+import logging
+
+import pytest
+import torch
+from device_graphs import FakeRecorder
+
+from engine.attention import select
+from engine.attention.capabilities import Device
+from engine.attention.flash import FlashAttention, FlashCalls
+from engine.attention.flash_twin import flash_attn_varlen_func, flash_attn_with_kvcache
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.execution import gpu
+from engine.execution.device import DeviceExecutor
+from engine.execution.pool import KVPool
+from engine.models import gpu as models_gpu
+from engine.models.decoder import Decoder
+from engine.models.device_linear import DeviceProducts
+from engine.models.gpu import kept_codes
+from engine.models.load import compute_dtype, load_model
+from engine.models.tiny import TINY_ARCHITECTURE, tiny_tensors
+
+H100 = Device(kind="cuda", compute=(9, 0), missing={}, name="H100")
+OLD = Device(kind="cuda", compute=(8, 0), missing={"triton": "Triton is not installed"})
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@no_gpu
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"'gpu': (torch .* without CUDA|this process)"):
+        load_model(ModelConfig(name="m", source="tiny", accelerator="gpu"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        ({"quantisation": "fp8"}, "quantisation='fp8' is for GPUs: use int8 or int4, or accel"),
+        ({"attention": "flash"}, "attention='flash' is for GPUs: use auto, or accelerator: gpu"),
+        ({"accelerator": "gpu", "backend": "native"}, "backend='native' computes on CPUs"),
+    ],
+)
+def test_wishes_that_do_not_go_together_are_refused(wish, reason):
+    with pytest.raises(ConfigError) as refused:
+        ModelConfig(name="m", source="tiny", **wish)
+    assert reason in str(refused.value)
+
+
+def test_the_fake_model_stays_on_the_cpu():
+    with pytest.raises(ConfigError, match="the fake model is Python"):
+        load_model(ModelConfig(name="m", source="fake", accelerator="gpu"))
+
+
+def test_a_gpu_computes_in_bfloat16_unless_told_otherwise():
+    assert compute_dtype("auto", "gpu") == torch.bfloat16
+    assert compute_dtype("float32", "gpu") == torch.float32
+
+
+def config(**wish):
+    return ModelConfig(name="m", source="tiny", accelerator="gpu", **wish)
+
+
+def test_codes_of_a_file_are_expanded_where_the_device_cannot_multiply_with_them(caplog):
+    stored = {"layers.0.q": object()}
+    assert kept_codes(config(), H100, stored) == stored
+    assert kept_codes(config(), OLD, {}) == {}
+    with caplog.at_level(logging.WARNING):
+        assert kept_codes(config(), OLD, stored) == {}
+    assert "needs Triton (Triton is not installed)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "reason"),
+    [("int8", "needs Triton"), ("fp8", "need compute capability 8.9")],
+)
+def test_codes_that_were_asked_for_are_refused_there(quantisation, reason):
+    with pytest.raises(ConfigError, match=reason):
+        kept_codes(config(quantisation=quantisation), OLD, {"layers.0.q": object()})
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A CPU that passes for a GPU: twins for kernels, repetition for graphs."""
+
+    def twin(found, needs, *, window, wanted="auto"):
+        assert wanted == "auto"
+        calls = FlashCalls(flash_attn_varlen_func, flash_attn_with_kvcache)
+        return "flash", FlashAttention(calls, window=window)
+
+    for module in (select, gpu, models_gpu):
+        monkeypatch.setattr(module, "cuda_device", lambda index=0: H100)
+    monkeypatch.setattr(gpu, "make_attention", twin)
+    monkeypatch.setattr(gpu, "CudaRecorder", FakeRecorder)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_executor_of_a_gpu_is_put_together_as_configured(stand_in, caplog, graphs):
+    model = Decoder(
+        TINY_ARCHITECTURE,
+        tiny_tensors(),
+        dtype=torch.float32,
+        fingerprint="",
+        products=DeviceProducts({}, device=torch.device("cpu"), dtype=torch.float32),
+    )
+    assert model.weight_bytes == sum(
+        tensor.numel() * 4 for tensor in tiny_tensors().values() if tensor.dim() == 2
+    )
+    pool = KVPool(model.layout, 20, 256)
+    with caplog.at_level(logging.INFO):
+        executor = gpu.gpu_executor(
+            model,
+            pool,
+            wanted="auto",
+            graphs=graphs,
+            max_running_requests=3,
+            max_context_tokens=1024,
+        )
+    assert isinstance(executor, DeviceExecutor)
+    assert isinstance(model._attention, FlashAttention)
+    assert "attention on H100: flash" in caplog.text
+    # 1, 2 and 3 rows, each with tables of 4 blocks: a context of 1024.
+    assert ("3 decode graphs recorded" in caplog.text) == graphs
