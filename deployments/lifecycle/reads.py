@@ -28,7 +28,7 @@ from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.nixl_offers import Offer
 
 if TYPE_CHECKING:
-    from engine.execution.pool import KVPool
+    from engine.transfer.memory import KVMemory
     from engine.transfer.nixl import NixlAgent
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class _Agent:
     connected: bool = False
 
 
-async def start_agent(pool: KVPool, *, window_bytes: int) -> NixlAgent:
+async def start_agent(pool: KVMemory, *, window_bytes: int) -> NixlAgent:
     """An agent whose callbacks run on the calling loop. Raises ConfigError where there can be
     none."""
     from engine.transfer.nixl import NixlAgent

@@ -55,7 +55,23 @@ class KVIntake:
         """
         if self._closed:
             return None
-        layout, page = self._pool.layout, self._pool.block_tokens
+        self._require(head)
+        page = self._pool.block_tokens
+        if head.num_tokens == page and head.first_token % page == 0:
+            memory = self._pool.piece(
+                self._blocks[head.first_token // page],
+                (head.first_layer, head.last_layer),
+                (head.first_head, head.last_head),
+                write=True,
+            )
+            if memory is not None:
+                return memory
+        staged = self._staged[head] = bytearray(head.num_bytes)
+        return memoryview(staged)
+
+    def _require(self, head: ChunkHead) -> None:
+        """Raise TransferError unless `head` is a part of the transfer that is still to come."""
+        layout = self._pool.layout
         last_token = head.first_token + head.num_tokens
         if (
             not self.first_token <= head.first_token < last_token <= self.num_tokens
@@ -73,17 +89,6 @@ class KVIntake:
         mask = self._cells(head)
         if any(self._missing.get(t, 0) & mask != mask for t in range(head.first_token, last_token)):
             raise TransferError(f"chunk {head} came twice", stage="chunk")
-        if head.num_tokens == page and head.first_token % page == 0:
-            memory = self._pool.piece(
-                self._blocks[head.first_token // page],
-                (head.first_layer, head.last_layer),
-                (head.first_head, head.last_head),
-                write=True,
-            )
-            if memory is not None:
-                return memory
-        staged = self._staged[head] = bytearray(head.num_bytes)
-        return memoryview(staged)
 
     def received(self, head: ChunkHead, payload: memoryview) -> None:
         """The payload of `head` is complete in the memory that was given out.
@@ -116,6 +121,9 @@ class KVIntake:
                 staged,
                 (head.first_head, head.last_head),
             )
+        self._arrived(head)
+
+    def _arrived(self, head: ChunkHead) -> None:
         mask = self._cells(head)
         for token in range(head.first_token, head.first_token + head.num_tokens):
             left = self._missing[token] & ~mask

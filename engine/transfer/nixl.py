@@ -41,7 +41,7 @@ from engine.transfer.nixl_reads import (
 )
 
 if TYPE_CHECKING:
-    from engine.execution.pool import KVPool
+    from engine.transfer.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class NixlAgent:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVMemory,
         deliver: Callable[..., Any],
         *,
         window_bytes: int,
@@ -305,7 +305,7 @@ class NixlAgent:
         """Of whole blocks of this pool, computed off the caller's thread; None for each in
         the memory of a device."""
         chosen = tuple(blocks)
-        self._do(lambda: self._deliver(done, self._checksums(chosen)))
+        self._do(lambda: self._tell(done, self._checksums(chosen)))
 
     def reconfigure(self, window_bytes: int) -> None:
         self._table.window_bytes = window_bytes
@@ -347,7 +347,10 @@ class NixlAgent:
                     command()
                 except Exception:
                     logger.exception("a command of the NIXL agent failed")
-            busy |= self._poll()
+            try:
+                busy |= self._poll()
+            except Exception:
+                logger.exception("looking at READs failed")
             pause_s = self._pause(pause_s, busy)
         self._shut()
 
@@ -387,10 +390,10 @@ class NixlAgent:
                     self.counters.failures += 1
                     read = self._reads[read_id]
                     result = ReadResult(why, read.post_s, 0.0)
-                    self._deliver(read.ended, read, result)
+                    self._tell(read.ended, read, result)
                 case Quiet(read_id):
                     read = self._reads.pop(read_id)
-                    self._deliver(read.quiet, read)
+                    self._tell(read.quiet, read)
                 case Release(read_id):
                     self._release(self._reads[read_id])
                 case DropPeer(peer):
@@ -400,11 +403,17 @@ class NixlAgent:
         seconds = time.monotonic() - read.posted_s
         self.counters.bytes_landed += len(read.local) * self.card.block_bytes
         result = ReadResult(None, read.post_s, seconds)
-        self._deliver(read.ended, read, result)
-        self._deliver(read.quiet, read)
+        self._tell(read.ended, read, result)
+        self._tell(read.quiet, read)
+
+    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._deliver(call, *arguments)
+        except RuntimeError as error:  # the loop is closed: nobody is there to be told
+            logger.debug("not told: %s", error)
 
     def _checksums(self, blocks: Sequence[int]) -> tuple[int | None, ...]:
-        if self._pool.data.device.type != "cpu":
+        if self.card.device != "cpu":
             return (None,) * len(blocks)
         layers = self._pool.layout.num_layers
         return tuple(checksum(self._pool.block_bytes(block, 0, layers)) for block in blocks)
@@ -412,7 +421,11 @@ class NixlAgent:
     # The library
 
     def _open(self) -> None:
+        from engine.execution.pool import KVPool
+
         pool = self._pool
+        if not isinstance(pool, KVPool):
+            raise ConfigError("ranks keep a pool each, and an agent reads from one")
         data = pool.data
         block_bytes = data[0].numel() * data.element_size()
         epoch = f"tailrace-{uuid.uuid4().hex}"
@@ -442,17 +455,17 @@ class NixlAgent:
                 f"{ours.block_bytes} of {ours.fingerprint}: KV comes over the link instead",
                 stage="offer",
             )
-            self._deliver(done, error)
+            self._tell(done, error)
             return
         if any(known.name == card.epoch for known in self._peers.values()):
             # Dropping the old connection would take the new one's keys along.
             error = TransferError("READs of its last connection are not over", stage="connect")
-            self._deliver(done, error)
+            self._tell(done, error)
             return
         name = ""
         try:
-            name = agent.add_remote_agent(card.metadata)
-            name = name.decode() if isinstance(name, bytes) else name
+            answered: bytes | str = agent.add_remote_agent(card.metadata)
+            name = answered.decode() if isinstance(answered, bytes) else answered
             if name != card.epoch:
                 raise TransferError(
                     f"agent {name!r} answers where {card.epoch!r} was announced", stage="offer"
@@ -464,7 +477,7 @@ class NixlAgent:
         except Exception as error:
             if name:
                 self._forget_agent(name)
-            self._deliver(done, _as_transfer_error(error))
+            self._tell(done, _as_transfer_error(error))
             return
         self._peers[peer] = _Peer(name, blocks)
         self._table.add_peer(peer)

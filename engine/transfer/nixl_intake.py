@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import TransferError
-from engine.transfer.checksum import checksum
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import ChunkHead
 
@@ -29,8 +27,8 @@ class ReadIntake(KVIntake):
         self.on_quiet: Callable[[], None] | None = None
         """Called when `lent` is 0 again after `close`."""
 
-        self._lent: dict[int, memoryview] = {}
-        """Memory by first token, of every block that was ever lent."""
+        self._lent: set[int] = set()
+        """First tokens of every block that was ever lent."""
 
     @property
     def closed(self) -> bool:
@@ -53,19 +51,22 @@ class ReadIntake(KVIntake):
             raise TransferError(f"{head} is no whole block here: it can't be read", stage="chunk")
         if first_token in self._lent:
             raise TransferError(f"block {head} was offered twice", stage="chunk")
-        memory = self.memory(head)
-        assert memory is not None, "lend after close"
-        self._lent[first_token] = memory
+        assert not self._closed, "lend after close"
+        self._require(head)
+        self._lent.add(first_token)
         self.lent += 1
         return self._blocks[first_token // page]
 
     def landed(self, head: ChunkHead, *, summed: bool) -> None:
         """The block lent for `head` is filled. Raises TransferError as `received` does.
 
-        summed: the sender could compute a checksum.
+        summed: the sender could compute a checksum. In the memory of a device neither side can.
         """
-        memory = self._lent[head.first_token]
-        self.received(head if summed else replace(head, checksum=checksum(memory)), memory)
+        if summed:
+            block = self._blocks[head.first_token // self._pool.block_tokens]
+            self.received(head, self._pool.block_bytes(block, 0, head.last_layer))
+        elif not self._closed:
+            self._arrived(head)
 
     def give_back(self, num_blocks: int) -> None:
         """Nothing writes into this many lent blocks any more."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.transfer.export import DEFAULT_CHUNK_BYTES, KVExport, OutgoingChunk
 
 if TYPE_CHECKING:
-    from engine.execution.pool import KVPool
+    from engine.transfer.memory import KVMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OfferingExport:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVMemory,
         *,
         first_token: int,
         num_tokens: int,

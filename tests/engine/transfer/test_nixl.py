@@ -91,7 +91,10 @@ def source(sources) -> Callable[..., Source]:
     def make(seed: int = 1) -> Source:
         key = (os.environ["UCX_TLS"], seed)
         old = sources.get(key)
-        if old is None or old.process.poll() is not None:
+        if old is not None and old.process.poll() is not None:
+            old.close()
+            old = None
+        if old is None:
             sources[key] = Source(NUM_BLOCKS, seed)
         return sources[key]
 
@@ -113,7 +116,7 @@ def reader() -> Iterator[Callable[..., Reader]]:
 
 
 def test_blocks_arrive_as_they_were_and_no_other_is_touched(transport, source, reader):
-    there, here = source(seed=3), reader()
+    there, here = source(), reader()
     assert here.connect(there.card) is None
     remote, local = [5, 9, 1, 255], [7, 2, 60, 8]
     result = here.result(here.read(there.card, local, remote))
