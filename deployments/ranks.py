@@ -77,7 +77,7 @@ class _Actors:
         self._runs: list[Any] = []
         self._node = ray.get_runtime_context().get_node_id()
         for order in orders:
-            handle = actor.options(
+            handle: Any = actor.options(
                 num_cpus=RANK_CPUS,
                 num_gpus=int(order.device != "cpu"),
                 max_restarts=0,

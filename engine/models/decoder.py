@@ -282,7 +282,7 @@ class Decoder:
         x = F.embedding((ids - first).masked_fill_(elsewhere, 0), self._embed)
         return self._group.sum(x.masked_fill_(elsewhere[:, None], 0))
 
-    def _add(self, linear: Linear, residual: Tensor, x: Tensor) -> Tensor:
+    def _add(self, linear: LinearLike, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + linear(x)`, where each rank has some of the product's inputs."""
         if self._group is None:
             return linear.add_to(residual, x)

@@ -179,7 +179,8 @@ def load_shard(
     if config.source == "tiny":
         wide = config.dtype == "auto" and config.accelerator == "cpu"
         dtype = torch.float64 if wide else compute_dtype(config.dtype, config.accelerator)
-        architecture, tensors, stored = TINY_ARCHITECTURE, tiny_tensors(), {}
+        architecture, tensors = TINY_ARCHITECTURE, tiny_tensors()
+        stored: Mapping[str, CodedMatrix] = {}
         fingerprint = tiny_fingerprint(dtype)
     else:
         dtype = compute_dtype(config.dtype, config.accelerator)

@@ -47,6 +47,8 @@ class UnusableLogits(EngineError):
             f"must be finite; end this request and sample the step's other rows again"
         )
         self.request_id = request_id
+        self.position = position
+        self.largest = largest
 
 
 def validate_params(params: SamplingParams, vocab_size: int) -> None:

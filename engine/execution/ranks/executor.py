@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine.errors import ConfigError, EngineError
 from engine.execution.ranks.channel import Channel, ChannelError, Kind, Listener, frame
@@ -65,7 +65,7 @@ class RankExecutor:
         grid: Grid,
         *,
         pids: tuple[int, ...] = (),
-        store: dist.TCPStore | None = None,
+        store: TCPStore | None = None,
         silence_s: float = SILENCE_LIMIT_S,
     ) -> None:
         """`channels`: of rank 0, 1, ..., each ready for steps. `pids`: theirs, for people.
@@ -243,7 +243,7 @@ class RankGroupStart:
         # is.
         server = socket.create_server((host, 0))
         port: int = server.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host,
             port,
             None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine.models.shard import Grid
 
@@ -37,7 +38,7 @@ class RankGroup:
             # Else gloo resolves the host's name, which need not lead anywhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=limit_s)
-        rendezvous = dist.TCPStore(host, int(port), None, is_master=False, timeout=timeout)
+        rendezvous = TCPStore(host, int(port), None, is_master=False, timeout=timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=rendezvous,

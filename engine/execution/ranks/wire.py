@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from engine.cache.blocks import BlockCopy
 from engine.config import ModelConfig
@@ -203,13 +203,10 @@ class RankOrder:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankOrder:
         model = values["model"]
-        return cls(
-            **{
-                **values,
-                "grid": Grid(**values["grid"]),
-                "model": None if model is None else ModelConfig(**model),
-            }
-        )
+        known: dict[str, Any] = dict(values)
+        known["grid"] = Grid(**values["grid"])
+        known["model"] = None if model is None else ModelConfig(**model)
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +255,8 @@ def ready_to_wire(ready: RankReady) -> list[Any]:
 def ready_from_wire(wire: list[Any]) -> RankReady:
     """Inverse of `ready_to_wire`. Raises ChannelError."""
     (values,) = wire
-    known = {**values, "layout": KVLayout(**values["layout"])}
+    known: dict[str, Any] = dict(values)
+    known["layout"] = KVLayout(**values["layout"])
     for name in ("eos_token_ids", "layers", "kv_heads", "owned_kv_heads"):
         known[name] = tuple(_whole(item) for item in known[name])
     return RankReady(**known)
@@ -277,8 +275,6 @@ def _text(value: object) -> str:
 
 
 def _flag(value: object) -> bool:
-    return cast("bool", value) if type(value) is bool else _fail(value)
-
-
-def _fail(value: object) -> bool:
-    raise ValueError(f"{value!r} is neither true nor false")
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
