@@ -33,7 +33,7 @@ import torch
 
 WRONG, UNCHECKED = 1, 3
 PREFILL_TOKENS = (512, 2048, 8192)
-PACKAGES = ("torch", "transformers", "triton", "flash_attn", "nixl", "ray")
+PACKAGES = ("torch", "transformers", "triton", "flash_attn", "nixl_cu12", "nixl_cu13", "ray")
 
 
 @dataclass
@@ -809,16 +809,17 @@ def apart():
 @check("nixl")
 def nixl():
     device = gpu()
-    try:
-        importlib.import_module("nixl")
-        from engine.transfer.nixl import NixlAgent
-    except ImportError as error:
-        raise Unchecked(f"NIXL: {error}") from error
     import threading
 
+    from engine.errors import ConfigError
     from engine.execution.pool import KVPool
     from engine.models.model import KVLayout
+    from engine.transfer.nixl import NixlAgent, require_nixl
 
+    try:
+        require_nixl()
+    except ConfigError as error:
+        raise Unchecked(str(error)) from error
     layout = KVLayout(
         num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16", fingerprint="check"
     )
