@@ -14,6 +14,10 @@ Written for clarity, one sequence at a time. Source: Dao-AILab/flash-attention v
 `flash_attn/flash_attn_interface.py` and `csrc/flash_attn/flash_api.cpp`.
 """
 
+# Torch is only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import math

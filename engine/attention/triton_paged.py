@@ -17,7 +17,7 @@ The online softmax over splits is that of Dao et al., "Flash-Decoding for long-c
 """
 
 # Triton has no types, and what is inside a kernel is not Python.
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class CudaRecorder:
     """Records into `torch.cuda.CUDAGraph`s that share one pool of memory."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:

@@ -45,7 +45,7 @@ def choose_attention(
     better = [
         f"{other}: {device.missing[can.package]}"
         for other, can in ATTENTION.items()
-        if can.kind == "cuda" and can.package in device.missing
+        if can.package is not None and can.package in device.missing
     ]
     logger.info(
         "attention on %s: %s%s", device.name, name, f" ({'; '.join(better)})" if better else ""

@@ -92,7 +92,7 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`."""
         codes, scale = to_fp8(x)
-        y = torch._scaled_mm(
+        y = torch.ops.aten._scaled_mm.default(
             codes,
             self._codes.t(),  # the kernel wants it column-major, which the transpose is
             scale_a=scale,

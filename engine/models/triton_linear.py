@@ -10,7 +10,7 @@ Runs in Triton's interpreter on a CPU: set TRITON_INTERPRET=1 before this is imp
 """
 
 # Triton has no types, and what is inside a kernel is not Python.
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ A token is the same as the sampler's: the noise has the same bits, and its arith
 """
 
 # Torch is only partly typed.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
