@@ -160,6 +160,7 @@ class ModelArgs(_Strict):
             update={
                 "tensor_parallel": self.prefill_tensor_parallel or self.tensor_parallel,
                 "pipeline_parallel": self.prefill_pipeline_parallel or self.pipeline_parallel,
+                "cuda_graphs": False,  # of decode steps
             }
         )
 

@@ -119,6 +119,7 @@ def _executor(config: EngineConfig, model: Model, pool: KVPool) -> Executor:
             wanted=config.model.attention,
             graphs=config.cuda_graphs,
             max_running_requests=config.scheduler.max_running_requests,
+            max_step_tokens=config.scheduler.max_step_tokens,
             max_context_tokens=config.max_context_tokens,
         )
     return LocalExecutor(model, pool, Sampler(model.vocab_size, model.eos_token_ids))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.execution.copies import make_copies
@@ -10,7 +12,7 @@ from engine.execution.packed import PackedInputs
 from engine.execution.pool import KVPool
 from engine.models.model import Model
 from engine.sampling.batched import BatchedSampler
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Chunk, StepPlan, StepResult
 
 
 class DeviceExecutor:
@@ -60,6 +62,22 @@ class DeviceExecutor:
                 # Nothing was fetched, so nothing waited: after a step its KV may be read by others.
                 torch.cuda.current_stream(self._model.device).synchronize()
         return StepResult(dict(zip(request_ids, tokens, strict=True)))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Compute steps of the largest size, whose KV goes to block 0, which is nobody's.
+
+        Kernels are compiled and chosen now rather than in somebody's first request, and memory that
+        such a step has not got is missed now.
+        """
+        page = self._pool.block_tokens
+        row = Chunk(request_id="", first_token=0, token_ids=(0,), blocks=(0,), sample=True)
+        for others in (0, 1):
+            length = max(1, num_tokens - others)
+            prompt = replace(row, token_ids=(0,) * length, blocks=(0,) * -(-length // page))
+            plan = StepPlan(chunks=(prompt, *(row,) * others))
+            with torch.inference_mode():
+                fields, step = self._inputs.load(plan, page, self._pool.num_blocks)
+                self._model.forward(fields.ids, fields.positions, self._pool, step)
 
     def close(self) -> None:
         """See `Executor.close`. Nothing here outlives the objects themselves."""

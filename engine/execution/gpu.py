@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.capabilities import ATTENTION, AttentionNeeds
 from engine.attention.select import AttentionChoice, cuda_device, make_attention
+from engine.errors import ConfigError
 from engine.execution.cuda import CudaRecorder
 from engine.execution.device import DeviceExecutor
 from engine.execution.graphs import DecodeGraphs, GraphBuckets, column_buckets, row_buckets
@@ -59,11 +60,12 @@ def gpu_executor(
     wanted: AttentionChoice,
     graphs: bool,
     max_running_requests: int,
+    max_step_tokens: int,
     max_context_tokens: int,
 ) -> DeviceExecutor:
-    """The executor of a model on a GPU, its graphs recorded.
+    """The executor of a model on a GPU, its graphs recorded and its kernels warm.
 
-    Raises ConfigError where no attention fits.
+    Raises ConfigError where no attention fits, or where a step of the largest size has no memory.
     """
     choose_attention(
         model,
@@ -87,4 +89,13 @@ def gpu_executor(
             "%d decode graphs recorded in %.1f s", len(buckets.shapes), time.monotonic() - began
         )
     sampler = BatchedSampler(model.vocab_size, model.eos_token_ids)
-    return DeviceExecutor(model, pool, sampler, recorded)
+    executor = DeviceExecutor(model, pool, sampler, recorded)
+    try:
+        executor.warm_up(min(max_step_tokens, max_context_tokens))
+        torch.cuda.synchronize(model.device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_step_tokens={max_step_tokens}: the GPU has no memory for a step of so many "
+            "beside weights and KV pool: lower it, or kv_memory_fraction or kv_memory_bytes"
+        ) from error
+    return executor

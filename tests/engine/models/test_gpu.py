@@ -116,10 +116,34 @@ def test_the_executor_of_a_gpu_is_put_together_as_configured(stand_in, caplog, g
             wanted="auto",
             graphs=graphs,
             max_running_requests=3,
+            max_step_tokens=600,
             max_context_tokens=1024,
         )
+    assert not pool.data[1:].any(), "what was computed to warm up lies in block 0"
     assert isinstance(executor, DeviceExecutor)
     assert isinstance(model._attention, FlashAttention)
     assert "attention on H100: flash" in caplog.text
     # 1, 2 and 3 rows, each with tables of 4 blocks: a context of 1024.
     assert ("3 decode graphs recorded" in caplog.text) == graphs
+
+
+def test_a_step_that_has_no_memory_is_missed_at_start_up(stand_in, monkeypatch):
+    model = Decoder(TINY_ARCHITECTURE, tiny_tensors(), dtype=torch.float32, fingerprint="")
+    pool = KVPool(model.layout, 20, 256)
+
+    def too_large(ids, positions, pool, step):
+        if ids.shape[0] > 100:
+            raise torch.cuda.OutOfMemoryError("600 tokens")
+        raise AssertionError("the largest step comes first")
+
+    monkeypatch.setattr(model, "forward", too_large)
+    with pytest.raises(ConfigError, match="max_step_tokens=600: the GPU has no memory"):
+        gpu.gpu_executor(
+            model,
+            pool,
+            wanted="auto",
+            graphs=False,
+            max_running_requests=3,
+            max_step_tokens=600,
+            max_context_tokens=1024,
+        )
