@@ -37,12 +37,18 @@ from cluster.cli import emit, json_option, say
     "order too (groups, stored as g_idx).",
 )
 @click.option(
-    "--combine/--no-combine",
-    default=None,
-    help="AWQ's scales and GPTQ's choice of codes together, in the format of --method. Default: "
-    "with gptq in 4 bits.",
+    "--combine",
+    is_flag=True,
+    help="AWQ's scales and GPTQ's choice of codes together, in the format of --method.",
 )
 @click.option("--damping", type=float, default=0.01, show_default=True, help="GPTQ's.")
+@click.option(
+    "--correction",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="GPTQ: the share of what quantising has changed so far that each matrix makes good.",
+)
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
@@ -70,8 +76,9 @@ def quantize(
     out: Path,
     symmetric: bool,
     order: str,
-    combine: bool | None,
+    combine: bool,
     damping: float,
+    correction: float,
     calibration: Path | None,
     calibration_tokens: int,
     requantize: bool,
@@ -96,6 +103,7 @@ def quantize(
             symmetric=symmetric,
             order=order,
             damping=damping,
+            correction=correction,
             combine=combine,
         ),
         calibration=calibration,

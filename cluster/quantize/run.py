@@ -56,11 +56,10 @@ def recipe(
     symmetric: bool = False,
     order: str = "static",
     damping: float = 0.01,
-    combine: bool | None = None,
+    correction: float = 0.5,
+    combine: bool = False,
 ) -> Recipe:
     """What the command's options mean. Raises ConfigError."""
-    if combine is None:
-        combine = method == "gptq" and bits == 4
     return Recipe(
         method=method,
         bits=bits,
@@ -68,6 +67,7 @@ def recipe(
         symmetric=symmetric,
         order=order,
         damping=damping,
+        correction=correction,
         scales=combine,
         feedback=combine,
     )
