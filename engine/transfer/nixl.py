@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -127,13 +128,22 @@ def require_nixl() -> None:
 def _library() -> tuple[Any, Any]:
     """NIXL's Python API and the bindings under it. `nixl` is but a chooser between the two others,
     which come for CUDA 12 and 13 and need neither."""
+    # Both write to standard output by default, which belongs to whoever runs this process.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    raises = logging.raiseExceptions
     failure: ImportError | None = None
     for package in ("nixl_cu13", "nixl_cu12"):
         try:
-            return import_module(f"{package}._api"), import_module(f"{package}._bindings")
+            found = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         except ImportError as error:
             if failure is None or not isinstance(error, ModuleNotFoundError):
                 failure = error
+            continue
+        theirs = logging.getLogger("nixl")
+        theirs.handlers.clear()
+        theirs.propagate = True
+        logging.raiseExceptions = raises  # it turns them off
+        return found
     raise ConfigError(
         f"transport=nixl: NIXL can't be imported ({failure}); install it with "
         "`pip install 'tailrace[nixl]'`, or set transport: link"

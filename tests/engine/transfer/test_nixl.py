@@ -247,6 +247,11 @@ def test_blocks_of_another_model_are_refused(tcp, source, reader):
     assert error.stage == "offer"
 
 
+def test_the_library_writes_nothing_to_standard_output(tcp, reader, capfd):
+    reader(num_blocks=2)
+    assert capfd.readouterr().out == ""
+
+
 def test_a_card_of_another_release_is_refused(source):
     with pytest.raises(TransferError, match="version 99"):
         AgentCard.from_wire([99, "x"])
