@@ -10,6 +10,7 @@ import torch
 
 from engine.execution.inputs import step_inputs
 from engine.execution.pool import KVPool
+from engine.execution.wire_order import wire_views
 from engine.models.architecture import Architecture, Rope
 from engine.models.decoder import Decoder
 from engine.models.shard import Grid, shards
@@ -102,8 +103,8 @@ def inputs(plan):
     return step_inputs(plan, PAGE)
 
 
-def whole(a):
-    model = Decoder(a, tensors(a), dtype=torch.float64, fingerprint="f")
+def whole(a, kv_codes=False):
+    model = Decoder(a, tensors(a), dtype=torch.float64, fingerprint="f", kv_codes=kv_codes)
     pool = KVPool(model.layout, 6, PAGE)
     out = []
     for plan in plans():
@@ -112,7 +113,7 @@ def whole(a):
     return out, pool
 
 
-def in_parts(a, grid):
+def in_parts(a, grid, kv_codes=False):
     """Logits of the first rank of the last stage, and every rank's pool."""
     groups = [Threads(grid.tensor_parallel) for _ in range(grid.pipeline_parallel)]
     parts = shards(a, grid)
@@ -129,6 +130,7 @@ def in_parts(a, grid):
                 fingerprint="f",
                 shard=shard,
                 group=groups[shard.stage].of(shard.tensor_rank),
+                kv_codes=kv_codes,
             )
             pools[shard.rank] = pool = KVPool(model.layout, 6, PAGE)
             for number, plan in enumerate(plans()):
@@ -174,6 +176,22 @@ def test_parts_give_the_logits_and_the_kv_of_the_whole(a, grid):
     for shard in parts:
         kept = reference.data[:, slice(*shard.layers), :, :, slice(*shard.kv_heads)]
         torch.testing.assert_close(pools[shard.rank].data, kept, rtol=0, atol=1e-11)
+
+
+def test_parts_round_their_kv_to_the_codes_of_the_whole():
+    expected, reference = whole(BASE, kv_codes=True)
+    logits, pools, parts = in_parts(BASE, Grid(tensor_parallel=2), kv_codes=True)
+    for ours, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+    for shard in parts:
+        assert pools[shard.rank].layout.fingerprint == reference.layout.fingerprint != "f"
+        for block in (3, 1, 2):
+            ours = pools[shard.rank].gather(block, 0, 2, 0, 3)
+            assert any(ours)
+            theirs = reference.gather(block, 0, 2, 0, 3, shard.kv_heads)
+            codes = [bytes(x) for x in (ours, theirs)]
+            views = [wire_views(x, reference.layout, 3, shard.num_kv_heads)[0] for x in codes]
+            assert (views[0] == views[1]).all()
 
 
 def test_each_rank_takes_its_own_weights_only():

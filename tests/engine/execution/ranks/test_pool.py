@@ -21,13 +21,24 @@ from engine.transfer.export import KVExport
 from engine.transfer.intake import KVIntake
 
 ARCHITECTURE = replace(TINY_ARCHITECTURE, num_heads=12, num_kv_heads=3, head_dim=4, num_layers=5)
-LAYOUT = KVLayout(num_layers=5, num_kv_heads=3, head_dim=4, dtype="float32", fingerprint="f")
+NUMBERS = KVLayout(num_layers=5, num_kv_heads=3, head_dim=4, dtype="float32", fingerprint="f")
+CODES = NUMBERS.as_codes()
 TOKENS = 29
 
 
-def pool_of(tp, pp, page):
+def made_up(layout, seed=1):
+    """What each token keeps, in wire order: `[tokens, layers, 2, bytes]`."""
+    random = np.random.default_rng(seed)
+    if not layout.coded:
+        return random.random((TOKENS, 5, 2, 12), dtype=np.float32).view(np.uint8)
+    codes = random.integers(0, 256, (TOKENS, 5, 2, 12), dtype=np.uint8)
+    scales = random.random((TOKENS, 5, 2, 3), dtype=np.float32).view(np.uint8)
+    return np.concatenate([codes, scales], axis=-1)
+
+
+def pool_of(tp, pp, page, layout=NUMBERS):
     if tp * pp == 1:
-        return KVPool(LAYOUT, 2 + TOKENS // page, page)
+        return KVPool(layout, 2 + TOKENS // page, page)
     ready = [
         RankReady(
             pid=os.getpid(),
@@ -40,7 +51,7 @@ def pool_of(tp, pp, page):
             layers=shard.layers,
             kv_heads=shard.kv_heads,
             owned_kv_heads=shard.owned_kv_heads,
-            layout=replace(LAYOUT, num_layers=shard.num_layers, num_kv_heads=shard.num_kv_heads),
+            layout=replace(layout, num_layers=shard.num_layers, num_kv_heads=shard.num_kv_heads),
             weight_bytes=0,
             load_s=0.0,
         )
@@ -53,20 +64,15 @@ def pool_of(tp, pp, page):
 
 
 def content(pool, blocks, first, last):
-    """`[layers, 2, tokens, heads, dim]` of positions `[first, last)`."""
+    """What positions `[first, last)` keep, as `made_up`."""
     page = pool.block_tokens
-    parts = [
-        np.frombuffer(pool.gather(blocks[t // page], t % page, 1, 0, 5), dtype=np.float32).reshape(
-            5, 2, 1, 3, 4
-        )
-        for t in range(first, last)
-    ]
-    return np.concatenate(parts, axis=2)
+    kept = [bytes(pool.gather(blocks[t // page], t % page, 1, 0, 5)) for t in range(first, last)]
+    return np.frombuffer(b"".join(kept), dtype=np.uint8).reshape(last - first, 5, 2, -1)
 
 
 def fill(pool, blocks, values):
-    payload = bytearray(np.ascontiguousarray(values).tobytes())
-    pool.scatter(blocks, 0, 0, 5, payload)
+    for token, kept in enumerate(values):
+        pool.scatter(blocks, token, 0, 5, bytearray(kept.tobytes()))
 
 
 grids = st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]))
@@ -79,10 +85,11 @@ grids = st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]))
     pages=st.tuples(st.sampled_from([3, 4, 8, 16]), st.sampled_from([3, 4, 8, 16])),
     first=st.integers(0, TOKENS - 1),
     chunk_bytes=st.sampled_from([1, 200, 100_000]),
+    layout=st.sampled_from([NUMBERS, CODES]),
 )
-def test_any_pool_hands_its_kv_to_any_other(sender, receiver, pages, first, chunk_bytes):
-    values = np.random.default_rng(1).random((5, 2, TOKENS, 3, 4), dtype=np.float32)
-    source, target = pool_of(*sender, pages[0]), pool_of(*receiver, pages[1])
+def test_any_pool_hands_its_kv_to_any_other(sender, receiver, pages, first, chunk_bytes, layout):
+    values = made_up(layout)
+    source, target = pool_of(*sender, pages[0], layout), pool_of(*receiver, pages[1], layout)
     there = tuple(range(source.num_blocks - 1, 0, -1))
     here = tuple(range(1, target.num_blocks))
     fill(source, there, values)
@@ -110,19 +117,20 @@ def test_any_pool_hands_its_kv_to_any_other(sender, receiver, pages, first, chun
     assert len(cells) == 5 * 3 * (TOKENS - first)
     assert export.all_sent
     assert intake.complete
-    np.testing.assert_array_equal(content(target, here, first, TOKENS), values[:, :, first:])
+    np.testing.assert_array_equal(content(target, here, first, TOKENS), values[first:])
     if first:
         assert not content(target, here, 0, first).any(), "written outside of what was asked"
 
 
 def test_copies_of_a_head_are_all_written_and_one_is_read():
     pool = pool_of(6, 1, 4)
-    values = np.random.default_rng(2).random((5, 2, 4, 3, 4), dtype=np.float32)
+    values = made_up(NUMBERS, seed=2)[:4]
     fill(pool, (1,), values)
+    numbers = values.view(np.float32).reshape(4, 5, 2, 3, 4)  # token, layer, K or V, head, dim
     assert len(pool.parts) == 3
     for rank, held in enumerate(pool._held):
-        kept = held.pool.data[1, :, :, :, 0].numpy()
-        np.testing.assert_array_equal(kept, values[:, :, :, rank // 2])
+        kept = np.moveaxis(held.pool.data[1, :, :, :, 0].numpy(), 2, 0)
+        np.testing.assert_array_equal(kept, numbers[:, :, :, rank // 2])
     assert pool.piece(1, (0, 5), (0, 1)) is not None
     assert pool.piece(1, (0, 5), (0, 1), write=True) is None
 
