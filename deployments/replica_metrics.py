@@ -39,6 +39,7 @@ class ReplicaMetrics:
         self._role = role
         self._replica_id = replica_id
         self._connector = connector
+        self._connector = connector
         self._gpus = GpuWatch(registry, model, role)
         engine = {"model_name": model}
         self._step_tokens = registry.histogram("vllm:iteration_tokens_total", **engine)
