@@ -99,7 +99,7 @@ class BlockReads:
         self._layout = layout
         self._page = block_tokens
         self._agents: dict[Link, _Agent] = {}
-        self._open: dict[ReadIntake, dict[Read, tuple[ChunkHead, ...]]] = {}
+        self._open: dict[ReadIntake, set[Read]] = {}
         self._posts: list[float] = []
 
     @property
@@ -194,6 +194,10 @@ class BlockReads:
         remote: list[int] = []
         try:
             for first_token, block, checksum in entries:
+                if not 0 < block < agent.card.num_blocks:
+                    raise TransferError(
+                        f"block {block} of {agent.card.num_blocks} was offered", stage="offer"
+                    )
                 head = self._whole_block(first_token, checksum or 0)
                 local.append(intake.lend(head))
                 remote.append(block)
@@ -223,13 +227,13 @@ class BlockReads:
 
         def quiet(read: Read) -> None:
             reads = self._open[intake]
-            del reads[read]
+            reads.discard(read)
             if not reads:
                 del self._open[intake]
             intake.give_back(len(heads))
 
         read = self._agent.read(agent.peer, local, remote, ended=ended, quiet=quiet)
-        self._open.setdefault(intake, {})[read] = tuple(heads)
+        self._open.setdefault(intake, set()).add(read)
 
     def cancel(self, intake: KVIntake) -> None:
         """Nobody waits for this intake's READs any more. What flies ends by itself: see

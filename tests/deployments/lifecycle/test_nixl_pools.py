@@ -11,6 +11,8 @@ pytest.importorskip("nixl_cu12", reason="install the extra: pip install 'tailrac
 from pools import alone, answers, ask, opened, reference, request, settled, until
 
 from deployments.lifecycle import pull, reads
+from engine.errors import TransferError
+from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.nixl_reads import Polled
 
 
@@ -204,6 +206,33 @@ async def test_a_replica_that_was_replaced_under_its_name_is_read_anew(local_clu
     assert {each["connector"] for each in decode.stats()["recent_pulls"]} == {"nixl"}
     cluster.prefills["p0"] = new
     await settled(cluster)
+
+
+@pytest.mark.parametrize(
+    ("entries", "epoch", "said"),
+    [
+        ([(0, 4000, 1)], None, "block 4000 of 400"),
+        ([(0, 0, 1)], None, "block 0 of 400"),
+        ([(8, 1, 1), (8, 2, 1)], None, "offered twice"),
+        ([(1000, 1, 1)], None, "outside the transfer"),
+        ([(0, 1, 1)], "another", "its process was replaced"),
+    ],
+)
+async def test_offers_that_cannot_be_are_refused(local_cluster, entries, epoch, said):
+    _, _, decode, _ = await pools(local_cluster)
+    block_reads, pool = decode.pulls.reads, decode.host.built.pool
+    (link,) = block_reads._agents
+    intake = ReadIntake(pool, (1, 2), first_token=0, num_tokens=16)
+    with pytest.raises(TransferError, match=said):
+        block_reads.ready(
+            link,
+            epoch or block_reads.epoch(link),
+            entries,
+            intake,
+            landed=lambda num_bytes: None,
+            failed=lambda error: None,
+        )
+    assert (intake.lent, block_reads.num_open) == (0, 0)
 
 
 async def test_metrics_tell_what_carried_kv(local_cluster):
