@@ -98,6 +98,8 @@ class EngineHost:
         self.step_limit_s = settings.step_limit_s
         if self.built is not None:
             self.built.engine.reconfigure(settings.scheduler())
+            if self.built.ranks is not None:
+                self.built.ranks.silence_s = settings.rank_silence_s
 
     @property
     def failure(self) -> BaseException | None:

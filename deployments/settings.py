@@ -245,6 +245,10 @@ class PoolSettings(_Strict):
     """A step of the engine that runs longer never ends: the replica is given up and replaced. Above
     the longest prompt chunk on the slowest machine."""
 
+    rank_silence_s: float = Field(default=10.0, ge=2.0)
+    """A rank that gives no sign of life for this long is lost, and its replica with it. Ranks give
+    one a second, whatever they compute."""
+
     max_unacked_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Prefill: the same over all transfers of a replica."""
 

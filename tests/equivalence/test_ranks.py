@@ -22,6 +22,7 @@ from engine.cache.hashing import hash_chain, root_hash
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.ranks.executor import RankFailed
+from engine.execution.ranks.launch import LocalProcesses
 from engine.request import Request, SamplingParams
 from engine.scheduling.plan import StepPlan
 from engine.text.text_model import load_text
@@ -33,7 +34,7 @@ CHUNKS = SchedulerConfig(max_chunk_tokens=7)
 WHOLE = SchedulerConfig(max_step_tokens=2048, max_chunk_tokens=2048)
 
 
-def build(tp=1, pp=1, *, page=8, num_blocks=400) -> BuiltEngine:
+def build(tp=1, pp=1, *, page=8, num_blocks=400, launcher=None) -> BuiltEngine:
     config = EngineConfig(
         model=ModelConfig(name="tiny", source="tiny"),
         max_context_tokens=1024,
@@ -45,7 +46,7 @@ def build(tp=1, pp=1, *, page=8, num_blocks=400) -> BuiltEngine:
         tensor_parallel=tp,
         pipeline_parallel=pp,
     )
-    return build_engine(config, load_text("tiny").tokenizer)
+    return build_engine(config, load_text("tiny").tokenizer, launcher)
 
 
 def workload() -> list[Request]:
@@ -97,12 +98,15 @@ def alone() -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: f"TP {grid[0]} PP {grid[1]}")
 def ranked(request):
-    """27 blocks of 8: requests preempt each other. Stages keep their KV where this process cannot
-    map it, as ranks on devices and other machines do."""
+    """27 blocks of 8: requests preempt each other. Two stages keep their KV where this process
+    cannot map it, and four ranks are reached by TCP, as those of other machines are."""
+    launcher = LocalProcesses()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == (1, 2):
             patch.setattr("engine.build.machine", lambda: "another")
-        built = build(*request.param, num_blocks=28)
+        if request.param == (2, 2):
+            launcher.host = "127.0.0.1"
+        built = build(*request.param, num_blocks=28, launcher=launcher)
     yield built
     built.engine.close()
     built.pool.close()
