@@ -226,6 +226,19 @@ def wait_until(true, within_s=20.0):
         time.sleep(0.02)
 
 
+async def test_two_ranks_feed_four_and_the_reverse(alone):
+    """Four ranks hold each of the two KV heads twice: both copies are written, one is read."""
+    two, four = build(2, 1), build(4, 1, page=16)
+    try:
+        for number, request in enumerate(workload()):
+            sides = (two, four) if number % 2 else (four, two)
+            assert await pull(*sides, request) == alone[request.request_id]
+    finally:
+        for built in (two, four):
+            built.engine.close()
+            built.pool.close()
+
+
 def test_ranks_that_cannot_start_say_why():
     config = EngineConfig(
         model=ModelConfig(name="fake", source="fake"), num_threads=1, tensor_parallel=2
