@@ -39,7 +39,6 @@ class ReplicaMetrics:
         self._role = role
         self._replica_id = replica_id
         self._connector = connector
-        self._connector = connector
         self._gpus = GpuWatch(registry, model, role)
         engine = {"model_name": model}
         self._step_tokens = registry.histogram("vllm:iteration_tokens_total", **engine)
@@ -74,6 +73,7 @@ class ReplicaMetrics:
                 stage=stage,
                 reason=stage,
             )
+        registry.histogram("tailrace_kv_post_seconds", model=model)
         registry.counter("tailrace_admission_rejections_total", model=model, reason="full")
         registry.counter("tailrace_kv_transfer_bytes_total", model=model, connector=self._connector)
 
