@@ -1,8 +1,12 @@
 """Grants past the slots of work that makes way: pure queue and the engine's scheduler together."""
 
 from collections import Counter
+from dataclasses import replace
 
-from deployments.admission.queue import Action, AdmissionQueue, Granted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits
 from deployments.admission.tiers import TierRule, TierTable
 from deployments.link.messages import Acquire, Report
 from engine.cache import BlockManager
@@ -27,7 +31,8 @@ class Replica:
     """What a decode replica does with grants, a step a second."""
 
     def __init__(self, rules: list[TierRule] = RULES, slots: int = SLOTS) -> None:
-        self.queue = AdmissionQueue(1, tiers=TierTable(rules, 1))
+        limits = QueueLimits(max_wait_s=1e6, refuse_hopeless=False)
+        self.queue = AdmissionQueue(1, limits, TierTable(rules, 1))
         self.slots = slots
         self.kept: set[str] = set()
         self.scheduler = Scheduler(
@@ -158,3 +163,28 @@ def test_what_a_tier_keeps_is_not_what_the_engine_takes_back_for_a_flood():
         assert batch[0] in ran or batch[0] not in replica.grants
         assert len(ran & set(default)) >= 3 or replica.tokens[default[0]] == 4
     assert replica.tokens[batch[0]] == 4
+
+
+lives = st.lists(
+    st.tuples(st.sampled_from(sorted(RANKS)), st.integers(1, 4), st.integers(0, 2)), max_size=40
+)
+
+
+@given(lives, st.sampled_from([RULES, WITH_SHARES]), st.integers(1, 12))
+@settings(max_examples=80, deadline=None)
+def test_what_the_queue_counts_on_is_what_the_engine_does(life, rules, slots: int):
+    """Whatever comes in whatever order: urgent work runs in the step after its grant and in every
+    step from then on, and all are served."""
+    rules = [replace(rule, max_wait_s=1e6) for rule in rules]
+    names = {rule.name for rule in rules}
+    pool = Replica(rules, slots)
+    for tier, count, steps in life:
+        for _ in range(count):
+            pool.ask(tier if tier in names else "batch")
+        for _ in range(steps):
+            if pool.grants:
+                urgent = {name for name in pool.grants if pool.tiers[name] == "priority"}
+                assert urgent <= pool.step()
+    while pool.grants:
+        pool.step()
+    assert pool.tokens == dict.fromkeys(pool.tiers, 4)
