@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,7 +67,7 @@ class BuiltEngine:
 
     engine: Engine
     pool: KVMemory
-    model: ModelFacts
+    model: Model | RankedModel
     memory: MemoryPlan
     ranks: RankExecutor | None = None
 
@@ -210,7 +210,7 @@ def _join(
 
 
 @contextlib.contextmanager
-def _announced(config: EngineConfig) -> Iterator[None]:
+def _announced(config: EngineConfig) -> Generator[None]:
     """While weights are loaded, other engines of this host leave the memory that they will take."""
     claims = Claims()
     claims.announce(expected_bytes(config.model.source) + (config.kv_memory_bytes or 0))

@@ -70,7 +70,7 @@ def measure(job: EngineJob) -> dict[str, Any]:
     from cluster.bench.cpu import Bystanders
 
     bystanders = Bystanders(list)
-    model = built.model
+    model = _own(built)
     bench = _Bench(built, _linear_layers(model), random.Random(0))
     bench.prefill(job.prefill_tokens)
     for batch in job.batches:
@@ -112,6 +112,13 @@ def measure(job: EngineJob) -> dict[str, Any]:
     out["cpu_flags"] = sorted(name for name, present in capabilities.items() if present is True)
     out["max_chunk_tokens"] = built.engine.config.scheduler.max_chunk_tokens
     return out
+
+
+def _own(built: BuiltEngine) -> Model:
+    from engine.build import RankedModel
+
+    assert not isinstance(built.model, RankedModel), "this engine computes in this process"
+    return built.model
 
 
 def _build(job: EngineJob) -> BuiltEngine:
@@ -170,7 +177,7 @@ class _Bench:
 
     def __init__(self, built: BuiltEngine, limit: Limit | None, rng: random.Random) -> None:
         self._engine = built.engine
-        self._model = built.model
+        self._model = _own(built)
         self._limit = limit
         self._rng = rng
         self._count = 0
