@@ -297,16 +297,23 @@ class Tiling:
     num_splits: int
 
 
-def tiling(group: int, head_dim: int, max_q: int, max_k: int) -> Tiling:
-    """How a step is cut. Pure: a function of the shapes alone, never of the batch."""
+def tiling(group: int, head_dim: int, max_q: int, max_k: int, itemsize: int = 2) -> Tiling:
+    """How a step is cut. Pure: a function of the shapes alone, never of the batch.
+
+    `itemsize` of q, bytes: tiles of float32 are smaller, so that they fit the 99 KiB that the
+    smaller chips have for a program.
+    """
     least = max(16, triton.next_power_of_2(group))  # tensor cores take 16 rows or more
-    wanted = 16 if max_q <= MAX_SPLIT_QUERIES else 64 if head_dim > 128 else 128
+    large = head_dim > 128
+    wanted = 16 if max_q <= MAX_SPLIT_QUERIES else 64 if large else 128
+    if itemsize > 2:
+        wanted = min(wanted, 16 if large else 32)
     rows = max(least, min(wanted, triton.next_power_of_2(max_q * group)))
     num_splits = -(-max_k // SPLIT_KEYS) if max_q <= MAX_SPLIT_QUERIES else 1
     return Tiling(
         queries=rows // group,
         rows=rows,
-        keys=32 if head_dim > 128 else 64,
+        keys=(32 if large else 64) // (2 if itemsize > 2 else 1),
         num_splits=max(1, num_splits),
     )
 
@@ -345,7 +352,7 @@ def paged_attention(
     if q.stride(-1) != 1 or keys.stride(-1) != 1:
         raise ValueError("the last dimension of q, keys and values must be contiguous")
     group = heads // kv_heads
-    cut = tiling(group, dim, max_q, max_k)
+    cut = tiling(group, dim, max_q, max_k, q.element_size())
     block_d = max(16, triton.next_power_of_2(dim))
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     split = cut.num_splits > 1

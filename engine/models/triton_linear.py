@@ -219,7 +219,8 @@ class CodedLinear:
             return x.new_empty((0, self._out))
         if rows >= EXPAND_ROWS:
             return F.linear(x, self.expand())
-        block_k = math.gcd(self._group, 128)
+        # 99 KiB is what the smaller chips have for a program's tiles.
+        block_k = math.gcd(self._group, 128 if x.element_size() == 2 else 32)
         block_m, block_n = max(16, triton.next_power_of_2(rows)), 64
         tiles = -(-self._size // block_k)
         # Few rows give few programs: the inputs are shared out too, always in the same pieces.

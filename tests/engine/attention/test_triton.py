@@ -3,6 +3,9 @@
 import itertools
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,13 +181,34 @@ def test_layouts_that_it_cannot_read_raise():
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "max_q"), list(itertools.product([1, 3, 8, 64], [64, 256], [1, 4, 100]))
+    ("group", "dim", "max_q", "itemsize"),
+    list(itertools.product([1, 3, 8, 64], [64, 256], [1, 4, 100], [2, 4])),
 )
-def test_every_query_of_a_step_is_in_exactly_one_tile(group, dim, max_q):
-    cut = tiling(group, dim, max_q, 4096)
+def test_every_query_of_a_step_is_in_exactly_one_tile(group, dim, max_q, itemsize):
+    cut = tiling(group, dim, max_q, 4096, itemsize)
     assert cut.rows & (cut.rows - 1) == 0
     assert cut.rows >= 16
     assert cut.queries >= 1
     assert cut.queries * group <= cut.rows
     assert SPLIT_KEYS % cut.keys == 0
     assert cut.num_splits == (8 if max_q <= triton_paged.MAX_SPLIT_QUERIES else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability):
+    script = Path(__file__).parents[2] / "support" / "compile_kernels.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, str(script), str(capability)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={**environment, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    taken = {line.split()[0]: int(line.split()[-1]) for line in done.stdout.splitlines()}
+    assert len(taken) == (10 if capability >= 89 else 9)
+    assert max(taken.values()) <= 99 * 1024, "the smaller chips have no more"
