@@ -216,8 +216,8 @@ class BlockReads:
                 failed(error)
                 return
             try:
-                for head, (_, _, checksum) in zip(heads, entries, strict=True):
-                    intake.landed(head, summed=checksum is not None)
+                for head, entry, found in zip(heads, entries, result.checksums, strict=True):
+                    intake.landed(head, None if entry[2] is None else found)
             except TransferError as error:
                 failed(error)
                 return

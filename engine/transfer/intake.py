@@ -90,14 +90,16 @@ class KVIntake:
         if any(self._missing.get(t, 0) & mask != mask for t in range(head.first_token, last_token)):
             raise TransferError(f"chunk {head} came twice", stage="chunk")
 
-    def received(self, head: ChunkHead, payload: memoryview) -> None:
+    def received(self, head: ChunkHead, payload: memoryview, *, found: int | None = None) -> None:
         """The payload of `head` is complete in the memory that was given out.
 
+        found: its checksum, where somebody has computed it already.
         Raises TransferError on a checksum that differs; the transfer is then worthless.
         """
         if self._closed:
             return
-        found = checksum(payload)
+        if found is None:
+            found = checksum(payload)
         if found != head.checksum:
             raise TransferError(
                 f"checksum {found:016x} of tokens {head.first_token}.."

@@ -172,6 +172,10 @@ def _make_agent(name: str) -> Any:
 class ReadResult:
     """How a READ ended, for its owner. Exactly one a READ, unless it was cancelled before."""
 
+    checksums: tuple[int | None, ...]
+    """Of each block that landed, in the order asked for; empty when it failed. None where nobody
+    can compute one: in the memory of a device."""
+
     error: str | None
     post_s: float
     """Time the library took to post it."""
@@ -399,7 +403,7 @@ class NixlAgent:
                 case Failed(read_id, why):
                     self.counters.failures += 1
                     read = self._reads[read_id]
-                    result = ReadResult(why, read.post_s, 0.0)
+                    result = ReadResult((), why, read.post_s, 0.0)
                     self._tell(read.ended, read, result)
                 case Quiet(read_id):
                     read = self._reads.pop(read_id)
@@ -412,7 +416,8 @@ class NixlAgent:
     def _landed(self, read: Read) -> None:
         seconds = time.monotonic() - read.posted_s
         self.counters.bytes_landed += len(read.local) * self.card.block_bytes
-        result = ReadResult(None, read.post_s, seconds)
+        # Here and not where it is told: that is an event loop.
+        result = ReadResult(self._checksums(read.local), None, read.post_s, seconds)
         self._tell(read.ended, read, result)
         self._tell(read.quiet, read)
 

@@ -57,14 +57,14 @@ class ReadIntake(KVIntake):
         self.lent += 1
         return self._blocks[first_token // page]
 
-    def landed(self, head: ChunkHead, *, summed: bool) -> None:
+    def landed(self, head: ChunkHead, found: int | None) -> None:
         """The block lent for `head` is filled. Raises TransferError as `received` does.
 
-        summed: the sender could compute a checksum. In the memory of a device neither side can.
+        found: checksum of its bytes. None: they lie where no side can compute one, on a device.
         """
-        if summed:
+        if found is not None:
             block = self._blocks[head.first_token // self._pool.block_tokens]
-            self.received(head, self._pool.block_bytes(block, 0, head.last_layer))
+            self.received(head, self._pool.block_bytes(block, 0, head.last_layer), found=found)
         elif not self._closed:
             self._arrived(head)
 

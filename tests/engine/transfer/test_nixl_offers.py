@@ -50,7 +50,7 @@ def read(source: KVPool, target: KVPool, intake: ReadIntake, offer: Offer) -> No
     head = block_head(offer.first_token, found)
     block = intake.lend(head)
     target.data[block] = source.data[offer.block]
-    intake.landed(head, summed=True)
+    intake.landed(head, checksum(target.block_bytes(block, 0, LAYOUT.num_layers)))
     intake.give_back(1)
 
 
@@ -108,7 +108,7 @@ def test_what_lands_after_the_close_is_ignored():
     head = block_head(0, 1)
     intake.lend(head)
     intake.close()
-    intake.landed(head, summed=True)
+    intake.landed(head, 2)
     assert intake.received_bytes == 0
 
 
@@ -117,7 +117,7 @@ def test_a_block_with_another_checksum_is_worthless():
     head = block_head(0, 1)
     intake.lend(head)
     with pytest.raises(TransferError) as wrong:
-        intake.landed(head, summed=True)
+        intake.landed(head, 2)
     assert wrong.value.stage == "checksum"
     assert not intake.complete
 
