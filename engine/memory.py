@@ -17,7 +17,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -239,7 +239,7 @@ class Claims:
         self._directory = directory
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[int]:
+    def locked(self) -> Generator[int]:
         """While one engine measures and takes, others wait. Yields what others have announced.
 
         Not for a thread that holds it.

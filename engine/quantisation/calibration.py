@@ -6,6 +6,9 @@ second stream runs through the weights as they are, and tells how far that is. N
 one layer, what its matrices read, and the streams between layers.
 """
 
+# torch.linalg is only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +92,8 @@ class Moments:
             lacking += self._behind
         lacking /= max(self.num_tokens, 1)
         square = damped(self.hessian, damping)
-        return weight + share * torch.linalg.solve(square.double(), lacking.T.double()).T.float()
+        found = torch.linalg.solve(square.double(), lacking.T.double())
+        return weight + share * found.T.float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@ The error of a matrix is what it does to the product over the calibration text:
 `trace((W - Q) H (W - Q)^T)`, where `H` is the second moment of the inputs (`Moments.hessian`).
 """
 
+# torch.linalg and `tolist` are only partly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import replace
