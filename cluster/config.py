@@ -581,6 +581,8 @@ class _Lint:
             if (settings := deployment.get("user_config")) is not None:
                 self._model(builder.deployments[name], settings, (*here, "user_config"))
             self._replica_with_ranks(application, deployment, here)
+            if builder.is_model:
+                self._replica_on_gpu(application, deployment, here)
             if deployment.get("num_replicas", 1) == 1 and not deployment.get("max_surge_percent"):
                 self.warnings.append(
                     f"{self.document.at(here)}: {application['name']}/{name} has one replica and "
@@ -589,6 +591,32 @@ class _Lint:
                 )
         if builder.is_model:
             self._model_application(application, at)
+
+    def _replica_on_gpu(
+        self, application: dict[str, Any], deployment: dict[str, Any], at: Location
+    ) -> None:
+        on_gpu = application["args"].get("accelerator") == "gpu"
+        gpus = (deployment.get("ray_actor_options") or {}).get("num_gpus") or 0
+        here = (*at, "ray_actor_options", "num_gpus")
+        if _rank_bundles(application, deployment):
+            if gpus:
+                self._say(
+                    here,
+                    f"{gpus}: the ranks of a replica have the GPUs, in its placement group; leave "
+                    "it out",
+                )
+        elif on_gpu and not gpus:
+            self._say(
+                here,
+                "missing; a replica with accelerator: gpu sees no device without it: write "
+                "num_gpus: 1",
+            )
+        elif gpus and not on_gpu:
+            self._say(
+                here,
+                f"{gpus}: the model is computed on the CPU and would keep the device from others; "
+                "set accelerator: gpu in args, or leave it out",
+            )
 
     def _replica_with_ranks(
         self, application: dict[str, Any], deployment: dict[str, Any], at: Location

@@ -119,6 +119,23 @@ def test_a_replica_with_ranks_is_placed_by_the_builder(folder: Path, options: st
     assert said in refused(folder, ranked(f"name: Decode, {options}"))
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        ("accelerator: gpu", "num_cpus: 1", "num_gpus: missing; a replica with accelerator: gpu"),
+        ("accelerator: cpu", "num_gpus: 1", "num_gpus: 1: the model is computed on the CPU"),
+        (
+            "accelerator: gpu, tensor_parallel: 2",
+            "num_gpus: 1",
+            "num_gpus: 1: the ranks of a replica have the GPUs",
+        ),
+    ],
+)
+def test_gpus_are_asked_for_where_they_are_used(folder: Path, args: str, options: str, said: str):
+    pool = f"name: Decode, ray_actor_options: {{{options}}}"
+    assert said in refused(folder, ranked(pool, args=args))
+
+
 def test_a_file_without_http_options_listens_on_this_machine_only(folder: Path):
     checked = load(folder, app())
     assert checked.data["http_options"] == {"host": "127.0.0.1", "port": 8000}
