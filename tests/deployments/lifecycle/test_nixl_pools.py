@@ -71,6 +71,23 @@ async def test_pools_that_read_give_the_tokens_of_one_engine(local_cluster, sour
     assert decode.pulls.reads.num_open == 0
 
 
+async def test_codes_are_read_with_their_scales(local_cluster):
+    given = []
+    for transport in ("link", "nixl"):
+        cluster = local_cluster("tiny", transport=transport)
+        cluster.args = cluster.args.model_copy(update={"kv_dtype": "int8"})
+        await cluster.add_prefill("p0")
+        decode = await cluster.add_decode("d0")
+        client = await cluster.add_gateway("g0")
+        if transport == "nixl":
+            await connected(decode, 1)
+        given.append([await answers(client, request(i, 100)) for i in range(3)])
+        assert decode.streams.counters.decisions == {("disaggregated", ""): 3}
+        await settled(cluster)
+    assert decode.pulls.reads.bytes_read > 0
+    assert given[0] == given[1]
+
+
 async def test_a_cancel_at_every_turn_of_a_read_leaves_nothing_behind(local_cluster):
     cluster, _, decode, client = await pools(local_cluster)
     for turns in range(0, 150, 5):
