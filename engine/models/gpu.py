@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEVICE = torch.device("cuda", 0)
+"""A replica sees the one GPU that it was given."""
+
 
 def kept_codes(
     config: ModelConfig, device: Device, coded: Mapping[str, CodedMatrix]
@@ -65,14 +68,13 @@ def gpu_decoder(
             "that it computes, or accelerator: cpu"
         )
     codes = kept_codes(config, found, coded)
-    device = torch.device("cuda", 0)
-    products = DeviceProducts(codes, device=device, dtype=dtype, fp8=config.quantisation == "fp8")
+    products = DeviceProducts(codes, device=DEVICE, dtype=dtype, fp8=config.quantisation == "fp8")
     model = Decoder(
         architecture,
         expanded,
         dtype=dtype,
         fingerprint=fingerprint,
-        device=device,
+        device=DEVICE,
         kv_codes=config.kv_dtype == "int8",
         products=products,
     )

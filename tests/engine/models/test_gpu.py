@@ -1,6 +1,7 @@
 """What a GPU is asked for where there is none, and how a decoder on one is put together."""
 
 import logging
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,17 +11,20 @@ from engine.attention import select
 from engine.attention.capabilities import Device
 from engine.attention.flash import FlashAttention, FlashCalls
 from engine.attention.flash_twin import flash_attn_varlen_func, flash_attn_with_kvcache
-from engine.config import ModelConfig
+from engine.build import assemble
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import gpu
 from engine.execution.device import DeviceExecutor
 from engine.execution.pool import KVPool
 from engine.models import gpu as models_gpu
 from engine.models.decoder import Decoder
-from engine.models.device_linear import DeviceProducts
+from engine.models.device_linear import DenseLinear, DeviceProducts
 from engine.models.gpu import kept_codes
 from engine.models.load import compute_dtype, load_model
 from engine.models.tiny import TINY_ARCHITECTURE, tiny_tensors
+from engine.request import Request, SamplingParams
+from engine.text.text_model import load_text
 
 H100 = Device(kind="cuda", compute=(9, 0), missing={}, name="H100")
 OLD = Device(kind="cuda", compute=(8, 0), missing={"triton": "Triton is not installed"})
@@ -91,6 +95,7 @@ def stand_in(monkeypatch):
 
     for module in (select, gpu, models_gpu):
         monkeypatch.setattr(module, "cuda_device", lambda index=0: H100)
+    monkeypatch.setattr(models_gpu, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(gpu, "make_attention", twin)
     monkeypatch.setattr(gpu, "CudaRecorder", FakeRecorder)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -147,3 +152,67 @@ def test_a_step_that_has_no_memory_is_missed_at_start_up(stand_in, monkeypatch):
             max_step_tokens=600,
             max_context_tokens=1024,
         )
+
+
+def drive(model, *, on_gpu):
+    """Greedy tokens of some requests, through the whole engine."""
+    settings = EngineConfig(
+        model=ModelConfig(name="m", source="tiny"),
+        max_context_tokens=512,
+        block_tokens=256,
+        num_blocks=30,
+        scheduler=SchedulerConfig(max_chunk_tokens=50),
+    )
+    built = assemble(settings, model, load_text("tiny").tokenizer)
+    if on_gpu:
+        built.engine._executor = gpu.gpu_executor(
+            model,
+            built.pool,
+            wanted="auto",
+            graphs=True,
+            max_running_requests=8,
+            max_step_tokens=100,
+            max_context_tokens=512,
+        )
+    tokens = {}
+    for i in range(6):
+        prompt = tuple(32 + (5 * i + j) % 90 for j in range(20 + 31 * i))
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        built.engine.submit(Request(request_id=f"r{i}", prompt_ids=prompt, params=params))
+        tokens[f"r{i}"] = []
+    while (step := built.engine.step()) is not None:
+        for output in step.outputs:
+            tokens[output.request_id].append(output.token.token_id)
+    return tokens
+
+
+def test_a_model_loaded_for_a_gpu_gives_the_tokens_of_the_cpu(stand_in, caplog):
+    with caplog.at_level(logging.INFO):
+        model = load_model(config(dtype="float32"))
+    assert "model m: H100, float32" in caplog.text
+    assert "0 of 12 products as codes or fp8" in caplog.text
+    want = load_model(ModelConfig(name="m", source="tiny", dtype="float32", backend="torch"))
+    assert drive(model, on_gpu=True) == drive(want, on_gpu=False)
+
+
+def test_fp8_weights_are_rounded_but_for_the_head(stand_in, caplog):
+    with caplog.at_level(logging.INFO):
+        model = load_model(config(quantisation="fp8"))
+    assert "12 of 12 products as codes or fp8" in caplog.text
+    assert isinstance(model._head, DenseLinear)
+    assert model.dtype == "bfloat16"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_codes_of_a_checkpoint_stay_codes(stand_in, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = load_model(config(dtype="float32", quantisation="int4"))
+    dense = load_model(config(dtype="float32"))
+    matrices = [t for name, t in tiny_tensors().items() if t.dim() == 2 and name[0] == "l"]
+    elements = sum(t.numel() for t in matrices)
+    assert dense.weight_bytes - model.weight_bytes == elements * 4 - elements // 2 - elements // 4
+    expanded = load_model(
+        ModelConfig(name="m", source="tiny", dtype="float32", quantisation="int4", backend="torch")
+    )
+    got, want = drive(model, on_gpu=True), drive(expanded, on_gpu=False)
+    assert sum(got[name][0] == want[name][0] for name in got) >= 5
