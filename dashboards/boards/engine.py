@@ -167,6 +167,36 @@ _KV = Row(
             ),
         ),
         Panel(
+            title="Memory a replica takes",
+            unit="bytes",
+            description="Weights and the KV pool, by replica. Little KV beside much weight: "
+            "quantise the weights, or kv_dtype: int8.",
+            queries=(
+                Query(
+                    f"sum by (role, replica) (tailrace_weight_bytes{{{POOL}}})",
+                    "{{role}} {{replica}} weights",
+                ),
+                Query(
+                    f"sum by (role, replica) (tailrace_kv_pool_bytes{{{POOL}}})",
+                    "{{role}} {{replica}} KV",
+                ),
+            ),
+        ),
+        Panel(
+            title="Longest requests that fit at once",
+            unit="short",
+            description="Tokens that a KV pool holds over the longest request taken. Below 1 "
+            "nothing of full length fits; near 1 such a request preempts all others: more "
+            "kv_memory_bytes, or a smaller max_context_tokens.",
+            queries=(
+                Query(
+                    f"min by (role, replica) (tailrace_kv_pool_tokens{{{POOL}}})"
+                    f" / min by (role, replica) (tailrace_context_tokens{{{POOL}}})",
+                    "{{role}} {{replica}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Prefix cache hits",
             unit="percentunit",
             maximum=1.0,
