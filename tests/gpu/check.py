@@ -253,12 +253,17 @@ def attention_cases():
     yield "more queries than keys", (6, 2), (4, 300)
 
 
-def against_definition(backend, *, page, window, softcap, dtype, device, head_dim=128):
-    """Largest error of a backend over all cases, and of the same arithmetic on the CPU's twin."""
+def against_definition(backend, *, page, window, softcap, dtype, device, head_dim=128, coded=False):
+    """Largest error of a backend over all cases beside the CPU's twin in float64.
+
+    coded: keys and values are int8 codes, and count as what the codes stand for.
+    """
     from engine.attention.backend import StepContext
     from engine.attention.flash_twin import flash_attn_varlen_func
+    from engine.attention.slots import store
     from engine.execution.pool import KVPool
     from engine.models.model import KVLayout
+    from engine.quantisation.kv_codes import from_codes, to_codes
 
     worst = 0.0
     for _, q_lens, k_lens in attention_cases():
@@ -271,8 +276,11 @@ def against_definition(backend, *, page, window, softcap, dtype, device, head_di
             fingerprint="",
         )
         total = sum(-(-n // page) for n in k_lens) + 2
-        pool = KVPool(layout, total, page, device)
-        pool.data.fill_(math.nan)  # what nobody wrote must not matter
+        pool = KVPool(layout.as_codes() if coded else layout, total, page, device)
+        # What nobody wrote must not matter.
+        unwritten = (pool.key_scales(1), pool.value_scales(1)) if coded else (pool.data,)
+        for values in unwritten:
+            values.fill_(math.nan)
         columns = max(1, *(-(-n // page) for n in k_lens))
         table = torch.zeros(len(k_lens), columns, dtype=torch.int32)
         free = iter((torch.randperm(total - 1, generator=generator) + 1).tolist())
@@ -285,8 +293,7 @@ def against_definition(backend, *, page, window, softcap, dtype, device, head_di
             values.append(v)
             at = torch.arange(n)
             blocks, offsets = table[row, at // page].long().to(device), (at % page).to(device)
-            pool.keys(1)[blocks, offsets] = k.to(device)
-            pool.values(1)[blocks, offsets] = v.to(device)
+            store(k.to(device), v.to(device), 1, pool, (blocks, offsets))
             new = torch.arange(max(n - m, 0), n)
             slots.append(table[row, new // page].long() * page + new % page)
             missing = m - len(new)  # queries without a key of their own write to block 0
@@ -315,6 +322,11 @@ def against_definition(backend, *, page, window, softcap, dtype, device, head_di
             k_lens=k_lens,
         )
         got = backend.attend(q.to(device), *(x.to(device) for x in fresh), 1, pool, step)
+        if coded:
+            keys, values = (
+                [from_codes(*to_codes(part), torch.float64) for part in parts]
+                for parts in (keys, values)
+            )
         want = flash_attn_varlen_func(
             q.double(),
             torch.cat(keys).double(),
@@ -385,6 +397,26 @@ def attention():
                         {"error": error},
                     ),
                 )
+    coded = AttentionNeeds(dtype="bfloat16", kv_dtype="int8", head_dim=128, block_tokens=256)
+    label = "triton bfloat16 over int8 KV"
+    reason = lacks("triton", found, coded)
+    if reason is not None:
+        yield label, Unchecked(reason)
+        return
+    _, backend = make_attention(found, coded, window=None, wanted="triton")
+    error = against_definition(
+        backend,
+        page=256,
+        window=None,
+        softcap=0.0,
+        dtype=torch.bfloat16,
+        device=device,
+        coded=True,
+    )
+    yield (
+        label,
+        Found(f"largest error {error:.1e} (limit 2e-02)", error < 2e-2, {"error": error}),
+    )
 
 
 @check("products")

@@ -112,7 +112,7 @@ def rehearsal(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("attention", 10),
+        ("attention", 12),
         ("products", 2),
         ("sampling", 2),
         ("decoder", 2),
