@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,6 +33,11 @@ def rank_bundles(num_ranks: int, accelerator: str = "cpu") -> list[dict[str, flo
     if accelerator == "gpu":
         rank["GPU"] = 1
     return [{"CPU": REPLICA_CPUS}, *(dict(rank) for _ in range(num_ranks))]
+
+
+def block_tokens_of(args: Mapping[str, Any]) -> Any:
+    """Of a model's `args` as they are written, defaults filled in."""
+    return args.get("block_tokens", 256 if args.get("accelerator") == "gpu" else 16)
 
 
 class _Strict(BaseModel):
@@ -109,6 +114,9 @@ class ModelArgs(_Strict):
     host are about to take. None: a tenth on a CPU, nine tenths on a GPU."""
 
     block_tokens: int = Field(default=16, ge=1)
+    """Tokens of KV in a block, also the unit of prefix hashing. On a GPU 256 unless it is given:
+    what flash-attn reads."""
+
     num_blocks: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
     reuse_tokens: int | None = Field(default=None, ge=1)
@@ -134,6 +142,14 @@ class ModelArgs(_Strict):
     memory), with the link for everything that is said about them."""
 
     link: LinkArgs = LinkArgs()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _blocks_suit_the_accelerator(cls, args: Any) -> Any:
+        if isinstance(args, Mapping):
+            written = cast("Mapping[str, Any]", args)
+            return {**written, "block_tokens": block_tokens_of(written)}
+        return args
 
     @model_validator(mode="after")
     def _ranks_are_possible(self) -> ModelArgs:

@@ -130,11 +130,10 @@ def _replica_names(state: StateDir) -> dict[str, str]:
 
 
 def _block_tokens(data: Mapping[str, Any]) -> int | None:
-    from deployments.settings import ModelArgs
+    from deployments.settings import block_tokens_of
 
-    default = ModelArgs.model_fields["block_tokens"].default
     models = applications(data, MODEL_BUILDER)
-    found = {(each.get("args") or {}).get("block_tokens", default) for each in models}
+    found = {block_tokens_of(each.get("args") or {}) for each in models}
     return found.pop() if len(found) == 1 else None
 
 

@@ -75,13 +75,12 @@ def own_applications(url: str) -> list[dict[str, Any]] | None:
 
 def cache_block_tokens(applications: list[dict[str, Any]] | None) -> int | None:
     """Block size of the prefix caches of these applications, where it is one."""
-    from deployments.settings import ModelArgs
+    from deployments.settings import block_tokens_of
 
     if applications is None:
         return None
-    default = ModelArgs.model_fields["block_tokens"].default
     found = {
-        (application.get("args") or {}).get("block_tokens", default)
+        block_tokens_of(application.get("args") or {})
         for application in applications
         if application.get("import_path") == "deployments.app:model"
     }

@@ -73,3 +73,17 @@ def test_a_replica_with_ranks_gets_a_placement_group_of_its_own_size():
 def test_a_replica_that_computes_itself_has_no_placement_group():
     decode = model(ModelArgs(name="m", source="tiny"))._bound_deployment.init_args[0]
     assert decode._bound_deployment._replica_config.placement_group_bundles is None
+
+
+@pytest.mark.parametrize(
+    ("args", "block_tokens"),
+    [
+        ({}, 16),
+        ({"accelerator": "gpu"}, 256),
+        ({"accelerator": "gpu", "block_tokens": 64}, 64),
+    ],
+)
+def test_blocks_are_as_large_as_the_accelerator_wants_them(args, block_tokens):
+    made = ModelArgs(name="m", source="tiny", **args)
+    assert made.block_tokens == block_tokens
+    assert ModelArgs(**made.of_prefill().model_dump()).block_tokens == block_tokens
