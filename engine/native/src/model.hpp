@@ -22,6 +22,7 @@
 constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
 constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
 constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
+constexpr int64_t SPAN = 512;  // keys whose softmax is one, counted from position 0; spans are joined
 constexpr int LARGEST_CODE = 127;    // of keys and values
 constexpr int64_t QUERY_ROWS = 96;   // query heads times tokens attended together
 // Rows so few that each thread prepares all of them for itself, rather than wait for the others.
@@ -253,7 +254,9 @@ class Model final : public Decoder {
     };
 
     struct Private {  // of one thread
-        Buffer<F> sums, scores, out, top, total;
+        Buffer<F> sums, scores;
+        Buffer<F> out, top, total;                   // of the span under way
+        Buffer<F> joined, joined_top, joined_total;  // of those before
         Buffer<A> q, p;
         Buffer<T> keys, values;
         Buffer<F> key_scales, value_scales;
@@ -261,8 +264,7 @@ class Model final : public Decoder {
         Buffer<int16_t> whole_q, whole_p;
         Buffer<F> q_scale, p_scale;
         Round rounds[2];
-        int round = 0;         // the one under way; the other is what comes next
-        bool located = false;  // whether the next task's first one is located already
+        int round = 0;  // the one under way; the other is what comes next
         Buffer<A> normed;
         Rows rows;
         Scratch<uint8_t> panel;
@@ -292,6 +294,9 @@ public:
                 allocate<F>(rows * padded_dim_),
                 allocate<F>(rows),
                 allocate<F>(rows),
+                allocate<F>(rows * padded_dim_),
+                allocate<F>(rows),
+                allocate<F>(rows),
                 allocate<A>(rows * padded_dim_),
                 allocate<A>(rows * KEYS),
                 allocate<T>(round_up(s.head_dim, PAIR) / PAIR * KEYS),
@@ -304,7 +309,6 @@ public:
                 allocate<F>(rows),
                 {},
                 0,
-                false,
                 allocate<A>(FEW_ROWS * hidden_),
                 {},
                 {},
@@ -891,7 +895,7 @@ private:
                 });
             // Behind the last attention nothing mixes tokens: only the wanted rows go on.
             const auto &list = final ? wanted_ : all_;
-            const bool together = single_ && (!final || wanted_is_all_);
+            const bool together = single_ && pieces_.empty() && (!final || wanted_is_all_);
             if (!together) rotate_all(lane, step, l);
             attend_all(lane, step, l, list, together);
             const int64_t rows = final ? sampled : tokens;
@@ -1075,6 +1079,27 @@ private:
             std::stable_sort(list->begin(), list->end(), [](const Queries &a, const Queries &b) {
                 return (a.position + a.count) * a.count > (b.position + b.count) * b.count;
             });
+        divide();
+    }
+
+    // Spans as tasks of their own, where there are too few tasks for the threads otherwise.
+    void divide() {
+        pieces_.clear();
+        const int64_t tasks = static_cast<int64_t>(all_.size()) * s_.kv_heads;
+        if (!single_ || !wanted_is_all_ || team_.size() == 1 || tasks >= 4 * team_.size()) return;
+        int64_t most = 0;
+        for (const Queries &queries : all_) most = std::max(most, stop_key(queries));
+        if (most <= SPAN) return;
+        for (size_t i = 0; i < all_.size(); i++) {
+            const int64_t stop = stop_key(all_[i]);
+            for (int64_t begin = first_key(all_[i]) / KEYS * KEYS; begin < stop;) {
+                const int64_t end = std::min((begin / SPAN + 1) * SPAN, stop);
+                pieces_.push_back({static_cast<int64_t>(i), begin, end});
+                begin = end;
+            }
+        }
+        partial_.reserve(
+            static_cast<int64_t>(pieces_.size()) * s_.kv_heads * share_ * (padded_dim_ + 2));
     }
 
     void append(
@@ -1092,26 +1117,84 @@ private:
         list.push_back({request, token, row, position, 1});
     }
 
-    // A task is some queries and one head of k and v. rotates: whether q, k and v come from it too.
+    // A task is some queries, one head of k and v, and keys [begin, stop) of those that they see.
     struct Task {
         const Queries *queries = nullptr;
-        int64_t kv_head = 0;
+        int64_t kv_head = 0, begin = 0, stop = 0;
     };
 
+    Task whole(const std::vector<Queries> &list, int64_t task) const {
+        const Queries &queries = list[static_cast<size_t>(task / s_.kv_heads)];
+        return {
+            &queries, task % s_.kv_heads, first_key(queries) / KEYS * KEYS, stop_key(queries)};
+    }
+
+    // rotates: whether q, k and v come from the tasks too.
     void attend_all(
         Lane &lane, const tailrace_step &step, int64_t layer, const std::vector<Queries> &list,
         bool rotates) {
-        Private &mine = private_[static_cast<size_t>(lane.index)];
         const int64_t tasks = static_cast<int64_t>(list.size()) * s_.kv_heads;
-        const auto at = [&](int64_t task) {
-            return Task{&list[static_cast<size_t>(task / s_.kv_heads)], task % s_.kv_heads};
-        };
+        if (!pieces_.empty()) return attend_pieces(lane, step, layer, list);
+        each_task(
+            lane, step, layer, tasks, [&](int64_t task) { return whole(list, task); },
+            [&](int64_t, const Task &task, const Task &next, Private &mine) {
+                if (rotates) rotate_group(step, layer, task.queries->token, task.kv_head);
+                attend(task, next, step, layer, mine);
+                finish(task, mine.joined.get(), mine.joined_total.get());
+            });
+    }
+
+    // Few queries with many keys: their spans are tasks of their own, joined in the same order.
+    void attend_pieces(
+        Lane &lane, const tailrace_step &step, int64_t layer, const std::vector<Queries> &list) {
+        const int64_t ld = padded_dim_, size = share_ * (ld + 2);
+        each_task(
+            lane, step, layer, static_cast<int64_t>(pieces_.size()) * s_.kv_heads,
+            [&](int64_t task) {
+                const Piece &piece = pieces_[static_cast<size_t>(task / s_.kv_heads)];
+                const Queries &queries = list[static_cast<size_t>(piece.queries)];
+                return Task{&queries, task % s_.kv_heads, piece.begin, piece.stop};
+            },
+            [&](int64_t number, const Task &task, const Task &next, Private &mine) {
+                attend(task, next, step, layer, mine);
+                F *to = partial_.get() + number * size;
+                std::copy_n(mine.joined.get(), share_ * ld, to);
+                std::copy_n(mine.joined_top.get(), share_, to + share_ * ld);
+                std::copy_n(mine.joined_total.get(), share_, to + share_ * (ld + 1));
+            });
+        lane.share(static_cast<int64_t>(list.size()) * s_.kv_heads, [&](int64_t begin, int64_t end) {
+            for (int64_t number = begin; number < end; number++) {
+                const Task task = whole(list, number);
+                F *joined = nullptr;
+                for (size_t i = 0; i < pieces_.size(); i++) {
+                    if (pieces_[i].queries != number / s_.kv_heads) continue;
+                    const int64_t at = static_cast<int64_t>(i) * s_.kv_heads + task.kv_head;
+                    F *piece = partial_.get() + at * size;
+                    if (joined)
+                        join(
+                            share_, joined, joined + share_ * ld, joined + share_ * (ld + 1), piece,
+                            piece + share_ * ld, piece + share_ * (ld + 1));
+                    else
+                        joined = piece;
+                }
+                finish(task, joined, joined + share_ * (ld + 1));
+            }
+        });
+    }
+
+    template <class Find, class Each>
+    void each_task(
+        Lane &lane, const tailrace_step &step, int64_t layer, int64_t tasks, Find &&find,
+        Each &&each) {
+        Private &mine = private_[static_cast<size_t>(lane.index)];
         lane.share(tasks, [&](int64_t begin, int64_t end) {
-            mine.located = false;
-            for (int64_t task = begin; task < end; task++) {
-                const Task now = at(task);
-                if (rotates) rotate_group(step, layer, now.queries->token, now.kv_head);
-                attend(now, task + 1 < end ? at(task + 1) : Task{}, step, layer, mine);
+            Task task = find(begin);
+            locate(step, layer, task, task.begin, mine.rounds[mine.round]);
+            fetch(mine.rounds[mine.round], 0, KEYS);
+            for (int64_t number = begin; number < end; number++) {
+                const Task next = number + 1 < end ? find(number + 1) : Task{};
+                each(number, task, next, mine);
+                task = next;
             }
         });
     }
@@ -1125,24 +1208,19 @@ private:
     }
     static int64_t stop_key(const Queries &queries) { return queries.position + queries.count; }
 
-    // next: what comes behind it, whose keys are asked for; or nothing.
+    // The first round of the task is located already. next: what comes behind it, whose first round
+    // is located and asked for; or nothing. The sums are in `mine.joined`.
     void attend(
         const Task &task, const Task &next, const tailrace_step &step, int64_t layer,
         Private &mine) const {
         const Queries &queries = *task.queries;
-        const int64_t kv_head = task.kv_head;
         const int64_t dim = s_.head_dim, ld = padded_dim_, group = share_;
         const int64_t rows = queries.count * group;
-        const int64_t stop = stop_key(queries), width = this->width(queries);
+        const int64_t width = this->width(queries);
         const int64_t dim_steps = round_up(dim, PAIR) / PAIR;
-        const int64_t begin = first_key(queries) / KEYS * KEYS;
-        if (!mine.located) {
-            locate(step, layer, task, begin, mine.rounds[mine.round]);
-            fetch(mine.rounds[mine.round], 0, KEYS);
-        }
         for (int64_t r = 0; r < rows; r++) {
             const A *from = q_.get() + (queries.token + r / group) * q_size_ +
-                            (kv_head * group + r % group) * dim;
+                            (task.kv_head * group + r % group) * dim;
             if constexpr (P::INTEGERS)
                 if (s_.kv_codes) {
                     mine.q_scale[r] =
@@ -1153,21 +1231,20 @@ private:
                 }
             std::copy_n(from, dim, mine.q.get() + r * ld);
         }
-        std::fill_n(mine.out.get(), rows * ld, F(0));
-        std::fill_n(mine.top.get(), rows, -std::numeric_limits<F>::infinity());
-        std::fill_n(mine.total.get(), rows, F(0));
-
-        for (int64_t base = begin; base < stop; base += KEYS) {
-            const int64_t high = std::min<int64_t>(stop - base, KEYS);
+        for (int64_t base = task.begin; base < task.stop; base += KEYS) {
+            if (base == task.begin || base % SPAN == 0) {
+                std::fill_n(mine.out.get(), rows * ld, F(0));
+                std::fill_n(mine.top.get(), rows, -std::numeric_limits<F>::infinity());
+                std::fill_n(mine.total.get(), rows, F(0));
+            }
+            const int64_t high = std::min<int64_t>(task.stop - base, KEYS);
             Round &coming = mine.rounds[1 - mine.round];
-            mine.located = true;
-            if (base + KEYS < stop)
+            const bool more = base + KEYS < task.stop;
+            if (more)
                 locate(step, layer, task, base + KEYS, coming);
             else if (next.queries)
-                locate(step, layer, next, first_key(*next.queries) / KEYS * KEYS, coming);
-            else
-                mine.located = false;
-            gather(mine.rounds[mine.round], mine.located ? &coming : nullptr, high, mine);
+                locate(step, layer, next, next.begin, coming);
+            gather(mine.rounds[mine.round], more || next.queries ? &coming : nullptr, high, mine);
             mine.round = 1 - mine.round;
             // Tokens before see nothing of these keys yet, those behind nothing any more.
             const int64_t from = std::max<int64_t>(base - queries.position, 0) * group;
@@ -1210,12 +1287,48 @@ private:
                 }
                 r += n;
             }
+            if (more && (base + KEYS) % SPAN != 0) continue;
+            if (base / SPAN == task.begin / SPAN) {
+                std::swap(mine.joined, mine.out);
+                std::swap(mine.joined_top, mine.top);
+                std::swap(mine.joined_total, mine.total);
+            } else {
+                join(
+                    rows, mine.joined.get(), mine.joined_top.get(), mine.joined_total.get(),
+                    mine.out.get(), mine.top.get(), mine.total.get());
+            }
         }
+    }
+
+    // Adds the sums over one span to those over the spans before.
+    void join(
+        int64_t rows, F *out, F *top, F *total, const F *more, const F *more_top,
+        const F *more_total) const {
         for (int64_t r = 0; r < rows; r++) {
-            const F inverse = F(1) / mine.total[r];
-            const F *from = mine.out.get() + r * ld;
-            A *to = attention_.get() + (queries.row + r / group) * attended_ +
-                    (kv_head * group + r % group) * dim;
+            // A row that saw nothing of the span.
+            if (more_top[r] == -std::numeric_limits<F>::infinity() && more_total[r] == 0) continue;
+            const F most = std::max(top[r], more_top[r]);
+            const F mine = std::exp(top[r] - most), other = std::exp(more_top[r] - most);
+            total[r] = total[r] * mine + more_total[r] * other;
+            F *to = out + r * padded_dim_;
+            const F *from = more + r * padded_dim_;
+            for (int64_t i = 0; i < padded_dim_; i += W)
+                P::store(
+                    to + i, P::add(
+                                P::mul(P::load(to + i), P::set1(mine)),
+                                P::mul(P::load(from + i), P::set1(other))));
+            top[r] = most;
+        }
+    }
+
+    void finish(const Task &task, const F *out, const F *total) const {
+        const Queries &queries = *task.queries;
+        const int64_t dim = s_.head_dim;
+        for (int64_t r = 0; r < queries.count * share_; r++) {
+            const F inverse = F(1) / total[r];
+            const F *from = out + r * padded_dim_;
+            A *to = attention_.get() + (queries.row + r / share_) * attended_ +
+                    (task.kv_head * share_ + r % share_) * dim;
             int64_t i = 0;
             for (; i + W <= dim; i += W)
                 P::store(to + i, P::mul(P::load(from + i), P::set1(inverse)));
@@ -1296,7 +1409,7 @@ private:
         Round &round) const {
         const Queries &queries = *task.queries;
         const int64_t low = std::max(first_key(queries), base);
-        const int64_t high = std::min(stop_key(queries), base + KEYS);
+        const int64_t high = std::min(task.stop, base + KEYS);
         for (int v : {0, 1}) {
             std::fill_n(round.numbers[v], s_.kv_codes ? 0 : KEYS, nullptr);
             std::fill_n(round.codes[v], s_.kv_codes ? KEYS : 0, nullptr);
@@ -1427,7 +1540,14 @@ private:
     Scratch<A> normed_, q_, attention_, inside_;
     Rows coded_;
     int64_t widest_ = 0;  // inputs of the widest matrix of codes
+    // Keys [begin, stop) of some queries.
+    struct Piece {
+        int64_t queries, begin, stop;
+    };
+
     std::vector<Queries> all_, wanted_;
+    std::vector<Piece> pieces_;
+    Scratch<F> partial_;
     bool single_ = false, wanted_is_all_ = false;
     std::vector<int64_t> request_of_;
     std::vector<Private> private_;

@@ -61,6 +61,31 @@ def test_pages_batches_chunks_and_threads_do_not_change_a_bit(
     assert done == [keys for _, keys in LENGTHS]
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 600}, {"kv_codes": True}])
+def test_spans_of_a_long_context_are_joined_alike_by_one_thread_and_by_several(kind, make, options):
+    """Several threads take a span each where there are too few requests for them."""
+    ids = prompts(1300)[0]
+
+    def rows(model, chunks):
+        batch = make.batch(model, [(1, 1300)], block_tokens=16)
+        out, first = {}, 0
+        for size in chunks:
+            batch.lengths = [(size, first + size)]
+            flat, positions, step = batch.inputs([ids])
+            step.last = torch.arange(size)
+            logits = model.forward(flat, positions, batch.pool, step)
+            out |= {first + i: logits[i] for i in range(size)}
+            first += size
+        return out
+
+    alone = [1] * 6 + [505, 1, 1, 1, 510, 1, 1, 1, 272, 1]
+    want = rows(make.decoder(kind, **options), [700, 600])
+    assert len(want) == 1300
+    for num_threads in (1, 4):
+        got = rows(make.decoder(kind, num_threads=num_threads, **options), alone)
+        assert all(torch.equal(row, want[at]) for at, row in got.items())
+
+
 def test_only_the_wanted_rows_come_back_in_the_order_asked_for(kind, make):
     model = make.decoder(kind)
     want = alone(make, model)[0]

@@ -109,7 +109,7 @@ def test_attention_is_that_of_float64(kind, make, shape, block_tokens):
     dtype, _ = kind
     model = make.decoder(kind, num_threads=2, **SHAPES[shape])
     a = model.architecture
-    lengths = [(1, 1), (1, 64), (1, 65), (130, 130), (40, 100), (3, 200), (1, 150)]
+    lengths = [(1, 1), (1, 64), (1, 65), (130, 130), (40, 100), (3, 200), (1, 150), (2, 1100)]
     batch = make.batch(model, lengths, block_tokens=block_tokens)
     rows = a.num_heads + 2 * a.num_kv_heads
     qkv = [
