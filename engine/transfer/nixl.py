@@ -194,7 +194,8 @@ class Read:
     remote: tuple[int, ...]
     ended: Callable[[Read, ReadResult], None]
     quiet: Callable[[Read], None]
-    """Called once, after `ended` or a cancel: nothing writes into the blocks any more."""
+    """Called once: nothing writes into the blocks any more. Before `ended` when they landed, some
+    time after it, or after a cancel, when not."""
 
     # What follows is the agent's thread's alone.
     handle: Any = None
@@ -418,8 +419,8 @@ class NixlAgent:
         self.counters.bytes_landed += len(read.local) * self.card.block_bytes
         # Here and not where it is told: that is an event loop.
         result = ReadResult(self._checksums(read.local), None, read.post_s, seconds)
-        self._tell(read.ended, read, result)
         self._tell(read.quiet, read)
+        self._tell(read.ended, read, result)
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
