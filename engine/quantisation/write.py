@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.architecture import Architecture
 from engine.quantisation.calibration import LayerQuantiser, Measured, embedded
-from engine.quantisation.recipe import WHOLE_ROW, Recipe
+from engine.quantisation.recipe import Recipe
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.packed import Method
 from engine.weights.packing import pack, quantization_config
@@ -40,8 +40,8 @@ def file_format(recipe: Recipe) -> Method:
     """How the recipe's matrices are stored."""
     if recipe.method in ("gptq", "awq"):
         return recipe.method  # pyright: ignore[reportReturnType]
-    whole = recipe.group == WHOLE_ROW and recipe.bits == 8
-    return "int-quantized" if whole else "pack-quantized"
+    # int-quantized is for rounded activations too, by what compressed-tensors makes of it.
+    return "pack-quantized"
 
 
 def quantise_checkpoint(

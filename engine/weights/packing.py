@@ -18,8 +18,8 @@ from engine.weights.packed import AWQ_ORDER, Method, PackedMatrix
 def pack(matrix: PackedMatrix, method: Method) -> dict[str, Tensor]:
     """A matrix as the tensors that a checkpoint has for it, by the end of their names.
 
-    AWQ takes 4 bits and groups of neighbours, int-quantized one group and no zeros, compressed
-    formats groups of neighbours. GPTQ's zeros are stored one less, so that they are 1 or more.
+    AWQ takes 4 bits and groups of neighbours, pack-quantized groups of neighbours. GPTQ's zeros are
+    stored one less, so that they are 1 or more.
     """
     halves = matrix.scales.half()
     assert torch.equal(halves.float(), matrix.scales), "scales that float16 does not hold"
@@ -32,6 +32,7 @@ def pack(matrix: PackedMatrix, method: Method) -> dict[str, Tensor]:
             "scales": halves.T.contiguous(),
             "g_idx": matrix.group_of.int(),
         }
+    assert method in ("awq", "pack-quantized"), f"{method} is not written"
     assert not ordered, f"{method} has groups of neighbours"
     if method == "awq":
         return {
@@ -40,10 +41,6 @@ def pack(matrix: PackedMatrix, method: Method) -> dict[str, Tensor]:
             "scales": halves.T.contiguous(),
         }
     middle = bool((matrix.zeros == 1 << (matrix.bits - 1)).all())
-    if method == "int-quantized":
-        assert middle, "int-quantized has no zeros"
-        assert matrix.bits == 8, f"int-quantized has 8 bits, not {matrix.bits}"
-        return {"weight": (matrix.codes ^ 128).view(torch.int8), "weight_scale": halves}
     parts = {
         "weight_packed": pack_words(matrix.codes, matrix.bits, dim=1),
         "weight_scale": halves.contiguous(),
