@@ -3,6 +3,9 @@
 Both calls read the paged pool in place. Keys and values are stored first and lengths are totals, so
 `cache_seqlens` means what `kv_lens` means. What the kernels want of a model is in
 `engine.attention.capabilities` and was checked when this was chosen.
+
+The kernel cuts long sequences of decode rows into as many parts as fill the device, so that a row's
+result differs in its last bits from batch to batch.
 """
 
 from __future__ import annotations
@@ -64,7 +67,6 @@ class WithKVCache(Protocol):
         causal: bool,
         window_size: tuple[int, int],
         softcap: float,
-        num_splits: int,
     ) -> Tensor: ...
 
 
@@ -110,19 +112,12 @@ class FlashAttention:
         window: int | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
-        num_splits: int = 0,
     ) -> None:
-        """`window`: tokens each token sees, itself included (transformers' `sliding_window`).
-
-        `num_splits`: into how many parts of a sequence a decode row is cut; 0 lets the kernel
-        choose, by the size of the batch among others, so that results differ in their last bits
-        from batch to batch; 1 does not.
-        """
+        """`window`: tokens each token sees, itself included (transformers' `sliding_window`)."""
         self._calls = calls
         self._window = (-1, -1) if window is None else (window - 1, 0)
         self._scale = softmax_scale
         self._softcap = softcap
-        self._num_splits = num_splits
         self._step: StepContext | None = None
         self._at: Index | None = None
         self._cu_k: Tensor | None = None
@@ -152,7 +147,6 @@ class FlashAttention:
                 causal=True,
                 window_size=self._window,
                 softcap=self._softcap,
-                num_splits=self._num_splits,
             )
             return out.view(q.shape)
         if self._cu_k is None:

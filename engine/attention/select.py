@@ -51,20 +51,16 @@ def make_attention(
     window: int | None,
     wanted: AttentionChoice = "auto",
     softcap: float = 0.0,
-    batch_invariant: bool = False,
 ) -> tuple[AttentionName, AttentionBackend]:
     """The backend and its name. Raises ConfigError with what each one lacks.
 
-    window: tokens each token sees. batch_invariant: a row's result does not depend on the batch it
-    is computed in, at some cost in long decode batches.
+    window: tokens each token sees.
     """
     name = choose(device, needs, wanted)
     if name == "flash":
         from engine.attention.flash import FlashAttention, flash_calls
 
-        return name, FlashAttention(
-            flash_calls(), window=window, softcap=softcap, num_splits=int(batch_invariant)
-        )
+        return name, FlashAttention(flash_calls(), window=window, softcap=softcap)
     if name == "varlen":
         from engine.attention.varlen import VarlenAttention, varlen_attn
 
