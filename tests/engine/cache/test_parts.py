@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.build import assemble
-from engine.cache import BlockManager
-from engine.cache.blocks import BlockCopy
+from engine.cache import BlockCopy, BlockManager
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.models.load import load_model
@@ -217,3 +216,16 @@ def test_large_blocks_are_reused_in_parts_unless_told_otherwise(model):
     answers(built, turns[:1])
     _, cached = answers(built, [replace(turns[1], request_id="again")])
     assert cached["again"] == 64
+
+
+def test_a_request_whose_kv_arrives_shares_whole_blocks_only(model):
+    """Nothing computes before its KV is used, so nobody would make the copy."""
+    turns = list(conversation())
+    built = build(model, 32)
+    answers(built, turns[:1])
+    reservation = built.engine.submit(turns[2], remote=True)
+    assert reservation is not None
+    assert reservation.num_cached_tokens == 0
+    assert built.engine.blocks.take_copies() == ()
+    built.engine.cancel(turns[2].request_id)
+    assert built.engine.stats().num_held_blocks == 0
