@@ -222,8 +222,15 @@ def down(as_json: bool) -> None:
 
 
 @commands.command()
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Tokens of a request, to say how many of them fit into each replica's KV at once.",
+)
 @json_option
-def status(as_json: bool) -> None:
+def status(context: int, as_json: bool) -> None:
     """Say what runs and how it is. Exit code 3 when nothing does."""
     from cluster import session
     from cluster.errors import NotRunning
@@ -266,7 +273,7 @@ def status(as_json: bool) -> None:
                                         "id": replica.replica_id,
                                         "state": replica.state,
                                         "pid": replica.pid,
-                                        "memory": _memory(now.memory, replica.replica_id),
+                                        "memory": _memory(now.memory, replica.replica_id, context),
                                     }
                                     for replica in deployment.replicas
                                 ],
@@ -296,16 +303,18 @@ def status(as_json: bool) -> None:
             )
             for replica in deployment.replicas:
                 if replica.replica_id in now.memory:
-                    click.echo(f"    {now.memory[replica.replica_id]}")
+                    click.echo(f"    {now.memory[replica.replica_id].told(context)}")
             if deployment.message:
                 click.echo(f"    {deployment.message.splitlines()[-1]}")
     click.echo(f"logs {record.log_dir}\ndashboard {record.dashboard_url}")
 
 
-def _memory(memory: Mapping[str, MemoryPlan], replica_id: str) -> dict[str, int] | None:
+def _memory(
+    memory: Mapping[str, MemoryPlan], replica_id: str, context: int
+) -> dict[str, int] | None:
     from cluster.replica_memory import to_json
 
-    return to_json(memory[replica_id]) if replica_id in memory else None
+    return to_json(memory[replica_id], context) if replica_id in memory else None
 
 
 def main() -> None:

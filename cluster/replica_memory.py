@@ -45,11 +45,13 @@ def memory_of_replicas(url: str) -> Mapping[str, MemoryPlan]:
         return {}
 
 
-def to_json(plan: MemoryPlan) -> dict[str, int]:
+def to_json(plan: MemoryPlan, context_tokens: int) -> dict[str, int]:
+    """With the largest batch of requests of so many tokens, or of the longest there are."""
     return {
         "weight_bytes": plan.weight_bytes,
         "kv_bytes": plan.kv_bytes,
         "kv_tokens": plan.kv_tokens,
         "context_tokens": plan.context_tokens,
-        "largest_batch": plan.full_batch,
+        "largest_batch": plan.batch_at(min(context_tokens, plan.context_tokens)),
+        "largest_batch_of_longest": plan.full_batch,
     }

@@ -81,8 +81,12 @@ class MemoryPlan:
         return self.kv_tokens // context_tokens
 
     def __str__(self) -> str:
+        return self.told(1024)
+
+    def told(self, context_tokens: int) -> str:
+        """In words, with the largest batch of requests of so many tokens, and of the longest."""
         free = "" if self.free_bytes is None else f" of {megabytes(self.free_bytes)} free"
-        short = min(1024, self.context_tokens)
+        short = min(context_tokens, self.context_tokens)
         more = (
             ""
             if short == self.context_tokens
