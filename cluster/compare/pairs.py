@@ -21,7 +21,6 @@ from cluster.report.figures import (
     duration_of,
     group_values,
     is_good,
-    is_judged,
     num_output_tokens,
 )
 from cluster.report.resample import Floats, Resamples, block_length, nearest_rank
@@ -140,7 +139,7 @@ def sampled(
             rank = nearest_rank(len(ordered), figure.percent)
             value = float(ordered[rank]) if len(ordered) else None
             out[figure.key] = Sampled(value, table[:, i])
-    judged = _column(outcomes, is_judged)
+    offered = np.ones(len(outcomes))
     good = _column(outcomes, lambda each: is_good(each, targets_of(slo, each.tier)))
     missed = _column(outcomes, lambda each: each.result in ("shed", "error", "timeout"))
     tokens = _column(outcomes, lambda e: num_output_tokens(e) if e.result == "ok" else 0)
@@ -148,8 +147,8 @@ def sampled(
     cached = told * _column(outcomes, lambda each: each.cached_tokens or 0)
     asked = told * _column(outcomes, lambda each: each.input_tokens or 0)
     for key, above, below in (
-        ("goodput", good, judged),
-        ("unanswered_share", missed, judged),
+        ("goodput", good, offered),
+        ("unanswered_share", missed, offered),
         ("cached_share", cached, asked),
     ):
         whole = float(below.sum())

@@ -32,4 +32,4 @@ def test_a_lone_caller_starts_when_it_comes():
 def test_a_report_lists_grants_and_counts_them_by_rank():
     report = report_of([(1, 7, 0), (1, 8, 30), (1, 9, 30)], 4)
     assert report.grants == ((1, 7, 1), (1, 8, 1), (1, 9, 1))
-    assert report.alive == ((0, False, 1, 1), (30, False, 2, 2))
+    assert report.alive == ((0, None, 1, 1), (30, None, 2, 2))
