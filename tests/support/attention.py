@@ -26,6 +26,7 @@ def definition(q, k, v, *, causal, window, softcap=0.0, scale=None, slopes=None)
     out = torch.zeros(m, heads, dim, dtype=torch.float64)
     lse = torch.full((heads, m), math.inf, dtype=torch.float64)
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))  # one for each head
     for r in range(m):
         at = r + n - m
         low = 0 if window[0] < 0 else max(0, at - window[0])
@@ -33,16 +34,15 @@ def definition(q, k, v, *, causal, window, softcap=0.0, scale=None, slopes=None)
         high = n - 1 if right < 0 else min(n - 1, at + right)
         if high < low:
             continue
-        for h in range(heads):
-            head = h // (heads // kv_heads)
-            scores = k[low : high + 1, head] @ q[r, h] * (scale or 1 / math.sqrt(dim))
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            if slopes is not None:
-                scores = scores - float(slopes[h]) * (at - torch.arange(low, high + 1)).abs()
-            weights = torch.exp(scores - scores.max())
-            out[r, h] = weights / weights.sum() @ v[low : high + 1, head]
-            lse[h, r] = scores.max() + torch.log(weights.sum())
+        seen = slice(low, high + 1)
+        scores = (k[seen] * q[r]).sum(-1) * (scale or 1 / math.sqrt(dim))  # [keys, heads]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - slopes * (at - torch.arange(low, high + 1)).abs()[:, None]
+        weights = torch.exp(scores - scores.amax(0))
+        out[r] = (weights[:, :, None] * v[seen]).sum(0) / weights.sum(0)[:, None]
+        lse[:, r] = scores.amax(0) + torch.log(weights.sum(0))
     return out, lse
 
 
