@@ -20,7 +20,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,8 @@ def _library() -> tuple[Any, Any]:
     failure: ImportError | None = None
     for package in ("nixl_cu13", "nixl_cu12"):
         try:
-            found = import_module(f"{package}._api"), import_module(f"{package}._bindings")
+            with _handlers_kept():
+                found = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         except ImportError as error:
             if failure is None or not isinstance(error, ModuleNotFoundError):
                 failure = error
@@ -148,6 +150,19 @@ def _library() -> tuple[Any, Any]:
         f"transport=nixl: NIXL can't be imported ({failure}); install it with "
         "`pip install 'tailrace[nixl]'`, or set transport: link"
     ) from failure
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """NIXL configures logging when it is imported, and `dictConfig` closes every handler that there
+    is: a replica's own file, too, without which Serve's controller takes the replica for broken."""
+    handlers: list[Any] = logging._handlerList  # pyright: ignore[reportPrivateUsage]
+    hidden = handlers[:]
+    handlers.clear()
+    try:
+        yield
+    finally:
+        handlers[:0] = hidden
 
 
 def _make_agent(name: str) -> Any:
