@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture
 from engine.quantisation.codes import BLOCK
-
-Method = Literal["gptq", "awq", "rtn"]
-ActivationOrder = Literal["off", "static", "groups"]
 
 METHODS: Final = ("gptq", "awq", "rtn")
 BITS: Final = (4, 8)
