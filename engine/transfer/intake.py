@@ -90,29 +90,15 @@ class KVIntake:
         if any(self._missing.get(t, 0) & mask != mask for t in range(head.first_token, last_token)):
             raise TransferError(f"chunk {head} came twice", stage="chunk")
 
-    def received(self, head: ChunkHead, payload: memoryview, *, found: int | None = None) -> None:
+    def received(self, head: ChunkHead, payload: memoryview) -> None:
         """The payload of `head` is complete in the memory that was given out.
 
-        found: its checksum, where somebody has computed it already.
         Raises TransferError on a checksum that differs; the transfer is then worthless.
         """
         if self._closed:
             return
-        if found is None:
-            found = checksum(payload)
-        if found != head.checksum:
-            raise TransferError(
-                f"checksum {found:016x} of tokens {head.first_token}.."
-                f"{head.first_token + head.num_tokens}, {head.checksum:016x} was sent",
-                stage="checksum",
-            )
-        shape = head.last_layer - head.first_layer, head.last_head - head.first_head
-        if self._pool.layout.coded and not self._pool.has_sound_scales(payload, *shape):
-            raise TransferError(
-                f"tokens {head.first_token}..{head.first_token + head.num_tokens} came with scales "
-                "that no codes have: negative or not finite",
-                stage="chunk",
-            )
+        self._check(head, checksum(payload))
+        self._check_scales(head, payload)
         staged = self._staged.pop(head, None)
         if staged is not None:
             self._pool.scatter(
@@ -124,6 +110,24 @@ class KVIntake:
                 (head.first_head, head.last_head),
             )
         self._arrived(head)
+
+    @staticmethod
+    def _check(head: ChunkHead, found: int) -> None:
+        if found != head.checksum:
+            raise TransferError(
+                f"checksum {found:016x} of tokens {head.first_token}.."
+                f"{head.first_token + head.num_tokens}, {head.checksum:016x} was sent",
+                stage="checksum",
+            )
+
+    def _check_scales(self, head: ChunkHead, payload: memoryview) -> None:
+        shape = head.last_layer - head.first_layer, head.last_head - head.first_head
+        if self._pool.layout.coded and not self._pool.has_sound_scales(payload, *shape):
+            raise TransferError(
+                f"tokens {head.first_token}..{head.first_token + head.num_tokens} came with scales "
+                "that no codes have: negative or not finite",
+                stage="chunk",
+            )
 
     def _arrived(self, head: ChunkHead) -> None:
         mask = self._cells(head)

@@ -269,6 +269,8 @@ class NixlAgent:
         self._agent: Any = None
         self._local: Any = None
         self._registered: Any = None
+        self._bytes: Any = None
+        """`[num_blocks, block_bytes]` of host memory; None of a device's."""
 
     # For owners
 
@@ -444,14 +446,16 @@ class NixlAgent:
             logger.debug("not told: %s", error)
 
     def _checksums(self, blocks: Sequence[int]) -> tuple[int | None, ...]:
-        if self.card.device != "cpu":
+        rows = self._bytes
+        if rows is None:
             return (None,) * len(blocks)
-        layers = self._pool.layout.num_layers
-        return tuple(checksum(self._pool.block_bytes(block, 0, layers)) for block in blocks)
+        return tuple(checksum(rows[block]) for block in blocks)
 
     # The library
 
     def _open(self) -> None:
+        import torch
+
         from engine.execution.pool import KVPool
 
         pool = self._pool
@@ -462,6 +466,8 @@ class NixlAgent:
         epoch = f"tailrace-{uuid.uuid4().hex}"
         agent = self._agent = _make_agent(epoch)
         kind, device = _place(str(data.device))
+        if data.device.type == "cpu":
+            self._bytes = data.view(pool.num_blocks, -1).view(torch.uint8).numpy()
         self._registered = agent.register_memory(data)
         rows = _rows(data.data_ptr(), block_bytes, pool.num_blocks, device)
         self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, kind)

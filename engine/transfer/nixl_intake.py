@@ -62,11 +62,14 @@ class ReadIntake(KVIntake):
 
         found: checksum of its bytes. None: they lie where no side can compute one, on a device.
         """
+        if self._closed:
+            return
         if found is not None:
-            block = self._blocks[head.first_token // self._pool.block_tokens]
-            self.received(head, self._pool.block_bytes(block, 0, head.last_layer), found=found)
-        elif not self._closed:
-            self._arrived(head)
+            self._check(head, found)
+            if self._pool.layout.coded:
+                block = self._blocks[head.first_token // self._pool.block_tokens]
+                self._check_scales(head, self._pool.block_bytes(block, 0, head.last_layer))
+        self._arrived(head)
 
     def give_back(self, num_blocks: int) -> None:
         """Nothing writes into this many lent blocks any more."""
