@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -153,7 +153,7 @@ def _library() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _handlers_kept() -> Generator[None, None, None]:
     """NIXL configures logging when it is imported, and `dictConfig` closes every handler that there
     is: a replica's own file, too, without which Serve's controller takes the replica for broken."""
     handlers: list[Any] = vars(logging)["_handlerList"]
