@@ -201,7 +201,7 @@ class _Bench:
     def prefill(self, num_tokens: int) -> tuple[int, float]:
         """Tokens of one prompt that nobody has seen, and the seconds until its first token."""
         self._passes = []
-        self._submit(num_tokens, max_tokens=1)
+        self._submit(self._prompt(num_tokens), max_tokens=1)
         started = time.perf_counter()
         finished = 0
         while not finished:
@@ -210,16 +210,11 @@ class _Bench:
 
     def decode(self, batch: int, prompt_tokens: int, max_tokens: int) -> tuple[int, float]:
         """Tokens that come after everyone's first, and the seconds they take."""
-        ids = {self._submit(prompt_tokens, max_tokens=max_tokens) for _ in range(batch)}
-        waiting = set(ids)
-        while waiting:
-            step = self._engine.step()
-            assert step is not None, "the engine stopped in the middle of a batch"
-            waiting -= {output.request_id for output in step.outputs}
+        self._begin(batch, prompt_tokens, max_tokens)
         self._passes = []
         started = time.perf_counter()
         num_tokens, finished = 0, 0
-        while finished < len(ids):
+        while finished < batch:
             step = self._engine.step()
             assert step is not None, "the engine stopped in the middle of a batch"
             num_tokens += len(step.outputs)
@@ -244,15 +239,7 @@ class _Bench:
 
         vars(model)["forward"] = timed
         try:
-            ids = [
-                self._submit(prompt_tokens, max_tokens=max_tokens, temperature=temperature)
-                for _ in range(batch)
-            ]
-            waiting = set(ids)
-            while waiting:
-                step = self._engine.step()
-                assert step is not None, "the engine stopped in the middle of a batch"
-                waiting -= {output.request_id for output in step.outputs}
+            self._begin(batch, prompt_tokens, max_tokens, temperature)
             inside, finished, started = 0.0, 0, time.perf_counter()
             while finished < batch:
                 finished += self._step()
@@ -260,22 +247,45 @@ class _Bench:
         finally:
             del vars(model)["forward"]
 
+    def _begin(
+        self, batch: int, prompt_tokens: int, max_tokens: int, temperature: float = 0.0
+    ) -> None:
+        """Requests of a batch, each with its first token."""
+        prompts = [self._prompt(prompt_tokens) for _ in range(batch)]
+        if prompt_tokens > DECODE_PROMPT_TOKENS:
+            # Computed and cached, so that none ends while prompts of others are being computed.
+            for prompt in prompts:
+                self._submit(prompt, max_tokens=1)
+                while not self._step():
+                    pass
+        waiting = {
+            self._submit(prompt, max_tokens=max_tokens, temperature=temperature)
+            for prompt in prompts
+        }
+        while waiting:
+            step = self._engine.step()
+            assert step is not None, "the engine stopped in the middle of a batch"
+            waiting -= {output.request_id for output in step.outputs}
+
     def _step(self) -> int:
         step = self._engine.step()
         assert step is not None, "the engine stopped in the middle of a prompt"
         self._passes.append((step.num_tokens, len(step.outputs)))
         return sum(output.finish is not None for output in step.outputs)
 
-    def _submit(self, prompt_tokens: int, *, max_tokens: int, temperature: float = 0.0) -> str:
+    def _prompt(self, num_tokens: int) -> tuple[int, ...]:
+        vocab = self._engine.vocab_size
+        return tuple(self._rng.randrange(vocab) for _ in range(num_tokens))
+
+    def _submit(self, prompt: tuple[int, ...], *, max_tokens: int, temperature: float = 0.0) -> str:
         from engine.request import Request, SamplingParams
 
         self._count += 1
         request_id = f"bench-{self._count}"
-        vocab = self._engine.vocab_size
         self._engine.submit(
             Request(
                 request_id=request_id,
-                prompt_ids=tuple(self._rng.randrange(vocab) for _ in range(prompt_tokens)),
+                prompt_ids=prompt,
                 params=SamplingParams(
                     max_tokens=max_tokens, temperature=temperature, ignore_eos=True
                 ),

@@ -91,11 +91,11 @@ def test_an_engine_is_measured_beside_its_linear_layers_if_it_has_any(source):
 
 
 def test_keys_and_values_are_measured_as_codes_behind_a_longer_context():
-    result = measure(job("tiny", kv_dtype="int8", decode_prompt_tokens=200, batches=(1, 3)))
+    result = measure(job("tiny", kv_dtype="int8", decode_prompt_tokens=600, batches=(1, 3)))
     assert (result["dtype"], result["kv_dtype"]) == ("float64", "int8")
     # Three layers of two heads of 16, K and V: a byte each and four for the scale.
     assert result["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4)
-    assert result["decode_context_tokens"] == 200
+    assert result["decode_context_tokens"] == 600
     assert all(value > 0 for value in result["samples"]["decode_3_tok_s"])
 
 
