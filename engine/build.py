@@ -21,7 +21,15 @@ from engine.execution.ranks.executor import RankExecutor, RankGroupStart
 from engine.execution.ranks.launch import LocalProcesses, RankLauncher
 from engine.execution.ranks.pool import ShardedPool, whole_layout
 from engine.execution.ranks.wire import machine
-from engine.memory import Claims, FreeMemory, MemoryPlan, PoolSize, expected_bytes, free_memory
+from engine.memory import (
+    Claims,
+    FreeMemory,
+    MemoryPlan,
+    PoolSize,
+    expected_bytes,
+    free_host_memory,
+    free_memory,
+)
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import KVLayout, Model
@@ -213,7 +221,10 @@ def _join(
 def _announced(config: EngineConfig) -> Generator[None]:
     """While weights are loaded, other engines of this host leave the memory that they will take."""
     claims = Claims()
-    claims.announce(expected_bytes(config.model.source) + (config.kv_memory_bytes or 0))
+    kv_bytes = config.kv_memory_bytes or 0
+    if config.model.accelerator != "cpu" or kv_bytes > free_host_memory().num_bytes:
+        kv_bytes = 0  # It is another memory's, or will be refused: nobody need make room.
+    claims.announce(expected_bytes(config.model.source) + kv_bytes)
     try:
         yield
     finally:

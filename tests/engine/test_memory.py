@@ -1,12 +1,13 @@
 """Free memory as measured, pools sized from it, and engines that start together."""
 
+import contextlib
 import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
-from engine.build import assemble
+from engine.build import assemble, build_engine
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.pool import KVPool
@@ -248,3 +249,19 @@ def test_a_pool_has_its_memory_from_the_start():
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_will_be_refused_is_not_announced(monkeypatch):
+    """Or engines that fit would be refused along with it."""
+    announced = []
+    monkeypatch.setattr(Claims, "announce", lambda self, num_bytes: announced.append(num_bytes))
+    tokenizer = load_text("fake").tokenizer
+    for kv_memory_bytes in (4 * MB, 10**15):
+        config = EngineConfig(
+            model=ModelConfig(name="f", source="fake"),
+            kv_memory_bytes=kv_memory_bytes,
+            num_threads=1,
+        )
+        with contextlib.suppress(ConfigError):
+            build_engine(config, tokenizer)
+    assert announced == [4 * MB, 0]
