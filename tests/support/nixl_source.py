@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgpack
@@ -42,6 +43,16 @@ def block_sum(pool: KVPool, block: int) -> int:
     return checksum(pool.block_bytes(block, 0, pool.layout.num_layers))
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread has stopped: the signal reaches a busy one later."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T"
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
+
+
 class Source:
     """The process, with real signals."""
 
@@ -66,7 +77,7 @@ class Source:
         return self._line()
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="install the extra: pip install 'tailrace[nixl]'")
 
 import torch
+from nixl_source import stop
 from pools import until
 
 from cluster.bench.transfer_worker import FINGERPRINT, MAX_UNACKED_BYTES, Shape, SourceProcess
@@ -100,7 +101,7 @@ def expected() -> torch.Tensor:
 
 async def test_a_sender_stopped_in_the_middle_is_given_up_and_its_blocks_come_back(pair):
     source, receiver = pair
-    receiver.before_post(lambda: os.kill(source.pid, signal.SIGSTOP))
+    receiver.before_post(lambda: stop(source.pid))
     intake, quiet = receiver.intake(), []
     with pytest.raises(TransferError) as late:
         await receiver.pull(source.address, intake)
@@ -136,11 +137,11 @@ async def test_a_pull_that_is_cancelled_in_the_middle_ends_at_once(pair):
     posted = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        os.kill(source.pid, signal.SIGSTOP)
+    def stopped() -> None:
+        stop(source.pid)
         loop.call_soon_threadsafe(posted.set)
 
-    receiver.before_post(stop)
+    receiver.before_post(stopped)
     intake, quiet = receiver.intake(), []
     pulling = asyncio.create_task(receiver.pull(source.address, intake))
     await posted.wait()

@@ -96,6 +96,7 @@ def source(sources) -> Callable[..., Source]:
             old = None
         if old is None:
             sources[key] = Source(NUM_BLOCKS, seed)
+        sources[key].go_on()  # a test that failed may have left it stopped
         return sources[key]
 
     return make
