@@ -49,11 +49,12 @@ class KVPool:
         whole = (num_blocks, layout.num_layers, 2, *kept)
         dtype = torch.uint8 if layout.coded else getattr(torch, layout.dtype)
         if memory is None:
-            # Written at once: memory that is not there must be missed at start-up (see
-            # `engine.memory`), and no step should wait for pages.
-            self.data = torch.empty(whole, dtype=dtype, device=device).zero_()
+            self.data = torch.empty(whole, dtype=dtype, device=device)
         else:
             self.data = torch.frombuffer(memory, dtype=dtype).view(whole)
+        # Written at once: memory that is not there must be missed at start-up (see
+        # `engine.memory`), and no step should wait for pages.
+        self.data.zero_()
         self._numbers = self.data
         if layout.coded:
             assert layout.head_dim % SCALE_BYTES == 0, f"scales behind heads of {layout.head_dim}"
