@@ -238,7 +238,7 @@ class Usage:
 # DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
 # ALIVE  [Kind.ALIVE, [transfer, ...]]            these wait for their turn here or are computed
 # AGENT  [Kind.AGENT, 0, AgentCard.to_wire()]    how to read blocks from this process by NIXL
-# READY  [Kind.READY, transfer, epoch, [[first_token, block, checksum or None], ...]]    read these now
+# READY  [Kind.READY, transfer, epoch, [[first_token, block, checksum or None], ...]]   read these
 # HELD   [Kind.HELD, transfer]      are the blocks of this transfer still held? Same in answer: yes
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second
 # ASK    [Kind.ASK, number, what, arguments]                 for explanations; see `explain.asking`
