@@ -1,8 +1,9 @@
 """Free memory as measured, pools sized from it, and engines that start together."""
 
 import contextlib
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,11 +168,14 @@ def test_start_up_says_what_memory_is_used_for():
     )
 
 
-def _announce_and_wait(directory, amount, announced, end):
-    claims = Claims(directory)
-    claims.announce(amount)
-    announced.set()
-    end.wait(30)
+_ANNOUNCE = """
+import sys
+from pathlib import Path
+from engine.memory import Claims
+Claims(Path(sys.argv[1])).announce(70)
+print("announced", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_what_another_living_engine_announced_counts_until_it_is_taken(tmp_path):
@@ -180,16 +184,11 @@ def test_what_another_living_engine_announced_counts_until_it_is_taken(tmp_path)
         assert claims.others() == 0
     claims.announce(5)
     assert claims.others() == 0  # one's own
-    context = multiprocessing.get_context("spawn")
-    announced, end = context.Event(), context.Event()
-    other = context.Process(
-        target=_announce_and_wait, args=(tmp_path / "claims", 70, announced, end)
-    )
-    other.start()
-    assert announced.wait(60)
-    assert claims.others() == 70
-    end.set()
-    other.join(30)
+    command = [sys.executable, "-c", _ANNOUNCE, str(tmp_path / "claims")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"announced\n"
+        assert claims.others() == 70
     # It ended without taking it back: what dead processes announced counts no longer.
     assert claims.others() == 0
     claims.clear()

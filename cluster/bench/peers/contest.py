@@ -22,7 +22,7 @@ from cluster.bench.cpu import Bystanders
 from cluster.bench.engine import RATES
 from cluster.bench.peers import offline
 from cluster.bench.peers.forms import Forms
-from cluster.bench.peers.served import ServedBench
+from cluster.bench.peers.served import TRAFFIC_CALLERS, ServedBench
 from cluster.bench.summary import significant
 from cluster.compare.edits import MODEL_BUILDER, Edit, applications, edited, rechecked
 from cluster.compare.peers import PeerOptions, peer_side
@@ -160,7 +160,11 @@ def _servers(
         if peer not in SERVED_PEERS:
             raise ConfigError(f"--peers {peer!r}: there are {', '.join(SERVED_PEERS)}")
         model = forms.gguf("bf16") if peer == "llama.cpp" else forms.safetensors
-        options = PeerOptions(bin=bins.get(peer), model=str(model))
+        # As many at once as the traffic has callers: its own default is fewer than we take.
+        slots = str(TRAFFIC_CALLERS)
+        context = str(TRAFFIC_CALLERS * _CONTEXT)
+        more = ("-np", slots, "-c", context) if peer == "llama.cpp" else ()
+        options = PeerOptions(bin=bins.get(peer), model=str(model), arguments=more)
         sides.append(peer_side(peer, config, options))
     # vLLM first: it sets the pace of the open traffic.
     sides.sort(key=lambda side: SERVED_PEERS.index(side.name))
@@ -197,18 +201,16 @@ def _serve_in_turn(
             for _ in range(turns):
                 figures = bench.figures()
                 if effort.traffic_requests:
-                    figures |= _traffic(bench, name, pace, effort)
+                    figures |= _traffic(bench, pace, effort)
                 _note(results.served, name, figures, say)
 
 
-def _traffic(bench: ServedBench, name: str, pace: list[float], effort: Effort) -> dict[str, float]:
-    """The most it finishes, and how even its streams are at half of what vLLM finishes.
-
-    Where vLLM takes no part, or has not had its first turn, at half of our own.
-    """
+def _traffic(bench: ServedBench, pace: list[float], effort: Effort) -> dict[str, float]:
+    """The most it finishes, and how even its streams are at half of what the first side finished in
+    its first turn: one rate for all sides and rounds."""
     capacity = bench.capacity(effort.traffic_requests)
-    if name == "vllm" or not pace:
-        pace[:] = [capacity]
+    if not pace:
+        pace.append(capacity)
     gap_s = bench.itl_p99_s(pace[0] / 2, _TRAFFIC_S)
     return {"requests_per_s": capacity, "itl_p99_ms": 1000 * gap_s}
 

@@ -20,7 +20,7 @@ _LABELS = {
     "decode_1_tok_s": "decode at batch 1, tokens a second",
     "decode_16_tok_s": "decode at batch 16, tokens a second",
     "requests_per_s": "highest rate of 256 tokens in, 64 out, requests a second",
-    "itl_p99_ms": "99th percentile between a stream's tokens at half of vLLM's rate, ms",
+    "itl_p99_ms": "p99 between a stream's tokens at half the first side's highest rate, ms",
 }
 _LESS_IS_BETTER = ("itl_p99_ms",)
 _KINDS = {"served": "Served over HTTP", "offline": "Without a server"}
