@@ -163,8 +163,11 @@ def _servers(
         # As many at once as the traffic has callers: its own default is fewer than we take.
         slots = str(TRAFFIC_CALLERS)
         context = str(TRAFFIC_CALLERS * _CONTEXT)
-        more = ("-np", slots, "-c", context) if peer == "llama.cpp" else ()
-        options = PeerOptions(bin=bins.get(peer), model=str(model), arguments=more)
+        # A kept-open connection has one of its HTTP threads for itself.
+        more = ("-np", slots, "-c", context, "--threads-http", str(2 * TRAFFIC_CALLERS))
+        options = PeerOptions(
+            bin=bins.get(peer), model=str(model), arguments=more if peer == "llama.cpp" else ()
+        )
         sides.append(peer_side(peer, config, options))
     # vLLM first: it sets the pace of the open traffic.
     sides.sort(key=lambda side: SERVED_PEERS.index(side.name))
