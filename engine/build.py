@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,7 @@ from engine.memory import (
     expected_bytes,
     free_host_memory,
     free_memory,
+    free_on_devices,
 )
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from engine.transfer.memory import KVMemory
 
 logger = logging.getLogger(__name__)
+
+_TAKE_LIMIT_S = 60.0
+"""For ranks to take host memory for their pools."""
 
 
 class ModelFacts(Protocol):
@@ -93,14 +97,16 @@ def build_engine(
         return _build_on_ranks(config, tokenizer, launcher or LocalProcesses())
     threads = config.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    with _announced(config):
+    with _announced(config) as loaded:
         model = load_model(config.model)
+        loaded()
         return assemble(config, model, tokenizer)
 
 
 def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltEngine:
     """`build_engine` for a model that is already loaded."""
-    with Claims().locked() as announced:
+    claims = Claims()
+    with claims.locked() as announced:
         free = free_memory(
             model.device.type,
             model.device.index,
@@ -110,6 +116,7 @@ def assemble(config: EngineConfig, model: Model, tokenizer: Tokenizer) -> BuiltE
         config = _resolve(config, model, model.layout.bytes_per_token, free)
         assert config.num_blocks is not None
         pool = KVPool(model.layout, config.num_blocks, config.block_tokens, model.device)
+        claims.clear()  # before others measure
     memory = _told(config, model.layout.bytes_per_token, model.weight_bytes, free)
     executor = _executor(config, model, pool)
     return BuiltEngine(_join(config, model, pool, executor, tokenizer), pool, model, memory)
@@ -138,14 +145,23 @@ def _build_on_ranks(
 ) -> BuiltEngine:
     grid = config.grid
     threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // grid.num_ranks)
-    start = RankGroupStart(
-        config.model,
-        grid,
-        launcher,
-        block_tokens=config.block_tokens,
-        num_threads=threads,
-        devices=_rank_devices(config, launcher),
-    )
+    with _announced(config) as loaded:
+        start = RankGroupStart(
+            config.model,
+            grid,
+            launcher,
+            block_tokens=config.block_tokens,
+            num_threads=threads,
+            devices=_rank_devices(config, launcher),
+        )
+        loaded()
+        return _on_ranks(config, tokenizer, start)
+
+
+def _on_ranks(config: EngineConfig, tokenizer: Tokenizer, start: RankGroupStart) -> BuiltEngine:
+    """Ends the ranks when it raises."""
+    pool: ShardedPool | None = None
+    executor: RankExecutor | None = None
     try:
         first = start.ready[0]
         model = RankedModel(
@@ -157,21 +173,36 @@ def _build_on_ranks(
         )
         # What all ranks keep of a token together, copies of heads included.
         token_bytes = sum(rank.layout.bytes_per_token for rank in start.ready)
-        # Memory of other machines and devices is not measured from here.
-        measured = all(rank.host == machine() and rank.on_host for rank in start.ready)
-        with Claims().locked() as announced:
-            free = free_memory("cpu", announced_bytes=announced) if measured else None
+        here = all(rank.host == machine() and rank.on_host for rank in start.ready)
+        claims = Claims()
+        # Others need not wait where no memory of this host is measured.
+        with claims.locked() if here else contextlib.nullcontext(0) as announced:
+            # Ranks with devices measure them; host memory of other machines is not measured.
+            each = [(rank.free_bytes, rank.layout.bytes_per_token) for rank in start.ready]
+            free = free_memory("cpu", announced_bytes=announced) if here else free_on_devices(each)
             config = _resolve(config, model, token_bytes, free)
             assert config.num_blocks is not None
             pool = ShardedPool(start.ready, config.num_blocks, config.block_tokens, host=machine())
-            pool.connect(start.allocate(config.num_blocks, pool.files))
+            # Other engines wait for the lock. Pages come at a GB a second and more.
+            pool_bytes = config.num_blocks * config.block_tokens * token_bytes
+            limit_s = max(_TAKE_LIMIT_S, pool_bytes / 1e9) if here else None
+            remote = start.allocate(config.num_blocks, pool.files, limit_s=limit_s)
+            pool.connect(remote)
+            claims.clear()
         weight_bytes = sum(rank.weight_bytes for rank in start.ready)
         memory = _told(config, token_bytes, weight_bytes, free)
+        executor = start.executor()
+        for channel in remote:
+            if channel is not None:
+                channel.on_lost = executor.kill
+        engine = _join(config, model, pool, executor, tokenizer)
     except BaseException:
+        if executor is not None:
+            executor.close()
+        if pool is not None:
+            pool.close()
         start.close()
         raise
-    executor = start.executor()
-    engine = _join(config, model, pool, executor, tokenizer)
     return BuiltEngine(engine, pool, model, memory, executor)
 
 
@@ -218,15 +249,18 @@ def _join(
 
 
 @contextlib.contextmanager
-def _announced(config: EngineConfig) -> Generator[None]:
-    """While weights are loaded, other engines of this host leave the memory that they will take."""
+def _announced(config: EngineConfig) -> Generator[Callable[[], None]]:
+    """While weights are loaded, other engines of this host leave the memory that they will take.
+
+    Yields what is to be called once they are loaded: then they lack in free memory already.
+    """
     claims = Claims()
     kv_bytes = config.kv_memory_bytes or 0
     if config.model.accelerator != "cpu" or kv_bytes > free_host_memory().num_bytes:
         kv_bytes = 0  # It is another memory's, or will be refused: nobody need make room.
     claims.announce(expected_bytes(config.model.source) + kv_bytes)
     try:
-        yield
+        yield lambda: claims.announce(kv_bytes)
     finally:
         claims.clear()
 

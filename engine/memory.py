@@ -15,15 +15,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import ConfigError
 from engine.text.source import resolve_source
+
+logger = logging.getLogger(__name__)
 
 CPU_FRACTION: Final = 0.1
 GPU_FRACTION: Final = 0.9
@@ -129,7 +132,7 @@ class PoolSize:
         else:
             if free is None:
                 raise ConfigError(
-                    "the free memory of ranks on devices and other machines is not measured: set "
+                    "the free memory of CPU ranks on other machines is not measured: set "
                     "kv_memory_bytes"
                 )
             fraction = self.kv_memory_fraction or free.usual_fraction
@@ -249,9 +252,12 @@ class Claims:
         Not for a thread that holds it.
         """
         with contextlib.ExitStack() as stack:
-            if self._usable():
-                file = stack.enter_context((self._directory / "lock").open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                if self._usable():
+                    file = stack.enter_context((self._directory / "lock").open("w"))
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                _tell_unusable(self._directory, str(error))
             yield self.others()
 
     def announce(self, num_bytes: int) -> None:
@@ -261,19 +267,29 @@ class Claims:
         pid = os.getpid()
         body = json.dumps({"pid": pid, "started": _started(pid), "bytes": num_bytes})
         new = self._directory / f".{pid}"
-        new.write_text(body)
-        new.replace(self._directory / f"{pid}.json")
+        try:
+            new.write_text(body)
+            new.replace(self._directory / f"{pid}.json")
+        except OSError as error:
+            _tell_unusable(self._directory, str(error))
 
     def clear(self) -> None:
         """This process takes nothing more."""
-        (self._directory / f"{os.getpid()}.json").unlink(missing_ok=True)
+        try:
+            (self._directory / f"{os.getpid()}.json").unlink(missing_ok=True)
+        except OSError as error:
+            _tell_unusable(self._directory, str(error))
 
     def _usable(self) -> bool:
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            return self._directory.stat().st_uid == os.getuid()
-        except OSError:
+            ours = self._directory.stat().st_uid == os.getuid()
+        except OSError as error:
+            _tell_unusable(self._directory, str(error))
             return False
+        if not ours:
+            _tell_unusable(self._directory, "it belongs to another user")
+        return ours
 
     def others(self) -> int:
         """Bytes that other living processes have announced."""
@@ -285,10 +301,27 @@ class Claims:
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # being replaced, or not ours
             if _started(pid) != started:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
             elif pid != os.getpid():
                 total += num_bytes
         return total
+
+
+_unusable: set[Path] = set()
+
+
+def _tell_unusable(directory: Path, reason: str) -> None:
+    """Once."""
+    if directory in _unusable:
+        return
+    _unusable.add(directory)
+    logger.warning(
+        "%s cannot be used (%s): engines that start on this host at the same time may count the "
+        "same free memory twice",
+        directory,
+        reason,
+    )
 
 
 def _started(pid: int) -> str | None:
@@ -332,6 +365,25 @@ def free_memory(
     below = limit_bytes - _resident_bytes()
     return min(
         free, FreeMemory(below, "the memory this replica declares"), key=lambda f: f.num_bytes
+    )
+
+
+def free_on_devices(ranks: Sequence[tuple[int | None, int]]) -> FreeMemory | None:
+    """What ranks with a device each may still take, all together: none more than the fullest can.
+
+    ranks: bytes free on its device beside the weights, None where it has none, and bytes of a token
+    that it keeps. None: not all of them have a device.
+    """
+    tokens: list[int] = []
+    for free, token_bytes in ranks:
+        if free is None:
+            return None
+        tokens.append(free // token_bytes)
+    fullest = min(range(len(tokens)), key=tokens.__getitem__)
+    return FreeMemory(
+        tokens[fullest] * sum(token_bytes for _, token_bytes in ranks),
+        f"the drivers, for {len(tokens)} ranks: rank {fullest} has the least room",
+        usual_fraction=GPU_FRACTION,
     )
 
 

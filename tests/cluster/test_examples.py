@@ -8,6 +8,10 @@ import pytest
 from cluster.config import load
 from deployments.app import _placement
 from deployments.settings import ModelArgs, PoolSettings, rank_bundles
+from engine.memory import PoolSize, free_on_devices
+
+LLAMA_70B_TOKEN_BYTES = 2 * 80 * 8 * 128 * 2
+"""Keys and values, layers, heads, numbers of a head, bfloat16."""
 
 EXAMPLES = Path(str(files("cluster"))) / "examples"
 
@@ -51,6 +55,27 @@ def test_an_example_is_sound_and_takes_as_many_gpus_as_it_says(count):
         own = args.of_prefill() if deployment["name"] == "Prefill" else args
         asked = deployment.get("ray_actor_options", {}).get("num_gpus", 0)
         assert asked == (1 if own.num_ranks == 1 else 0)
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_ranks_measure_their_devices_so_a_pool_needs_no_size_of_its_own(count):
+    _, served = load(EXAMPLES / f"gpus-{count}.yaml").data["applications"]
+    args = ModelArgs.model_validate(served["args"])
+    for deployment in served["deployments"]:
+        own = args.of_prefill() if deployment["name"] == "Prefill" else args
+        engine = own.engine_config(PoolSettings.parse(deployment["user_config"]).scheduler())
+        token_bytes = LLAMA_70B_TOKEN_BYTES // own.num_ranks
+        free = free_on_devices([(20 * 10**9, token_bytes)] * own.num_ranks)
+        size = PoolSize(
+            num_blocks=engine.num_blocks,
+            kv_memory_bytes=engine.kv_memory_bytes,
+            kv_memory_fraction=engine.kv_memory_fraction,
+            block_tokens=engine.block_tokens,
+            useful_tokens=engine.scheduler.max_running_requests * engine.max_context_tokens,
+        )
+        # Nine tenths of the 20 GB of each.
+        blocks = size.blocks(LLAMA_70B_TOKEN_BYTES, free)
+        assert blocks == int(own.num_ranks * 18 * 10**9) // (256 * LLAMA_70B_TOKEN_BYTES)
 
 
 def test_ranks_get_a_gpu_each_in_the_placement_group_of_their_replica():

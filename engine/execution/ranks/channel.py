@@ -43,6 +43,9 @@ _MAX_HELLO_BYTES = 1024
 _NONCE_BYTES = 32
 _BUFFER_BYTES = 1 << 16
 _LENGTH = struct.Struct(">I")
+_TIMEVAL = struct.Struct("@ll")
+_PROOF_LIMIT_S = 10.0
+"""For a rank that connected: its machine may be busy with loading."""
 
 Purpose = Literal["steps", "memory"]
 
@@ -119,8 +122,17 @@ class Channel:
         try:
             with self._sending:
                 self._socket.sendall(data)
+        except BlockingIOError as error:  # see `limit_sends`
+            raise ChannelError("the other side is stuck: it takes nothing") from error
         except OSError as error:
             raise ChannelError(f"the other side is gone: {error}") from error
+
+    def limit_sends(self, limit_s: float) -> None:
+        """Sending raises where the other side takes no byte for so long."""
+        seconds = int(limit_s)
+        limit = _TIMEVAL.pack(seconds, int((limit_s - seconds) * 1e6))
+        with contextlib.suppress(OSError):  # closed: sending raises anyway
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def receive(self, timeout_s: float | None = None) -> list[Any]:
         """The next message. Raises ChannelError at the end, on a malformed frame, on timeout."""
@@ -223,7 +235,8 @@ class Listener:
         self._socket.listen(128)
 
     def accept(self, timeout_s: float) -> tuple[int, Purpose, Channel] | None:
-        """The next rank that proves itself: its number, what for. None after `timeout_s`.
+        """The next rank that proves itself: its number, what for. None after `timeout_s` without a
+        connection; who connects has ten seconds more to prove itself.
 
         Strangers are turned away and do not end the wait.
         """
@@ -239,7 +252,7 @@ class Listener:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = Channel(connection)
             try:
-                return (*self._prove(channel, min(left, 10.0)), channel)
+                return (*self._prove(channel, _PROOF_LIMIT_S), channel)
             except ChannelError:
                 channel.close()
         return None

@@ -71,13 +71,11 @@ class RankExecutor:
         """`channels`: of rank 0, 1, ..., each ready for steps. `pids`: theirs, for people.
         `store`: where the ranks found each other; they lean on it until they end."""
         self.pids = pids
-        self.silence_s = silence_s
-        """A rank not heard of for so long is given up."""
-
         self._store = store
         self.failure: RankFailed | None = None
         self.on_failure: Callable[[RankFailed], None] | None = None
         self._channels = channels
+        self.silence_s = silence_s
         self._processes = processes
         self._sampling_rank = grid.sampling_rank
         self._plans = PlanWriter()
@@ -94,6 +92,17 @@ class RankExecutor:
             self._rank_of[channel.fileno()] = rank
         self._watch = threading.Thread(target=self._watch_ranks, name="ranks", daemon=True)
         self._watch.start()
+
+    @property
+    def silence_s(self) -> float:
+        """A rank not heard of, or that takes no part of a plan, for so long is given up."""
+        return self._silence_s
+
+    @silence_s.setter
+    def silence_s(self, limit_s: float) -> None:
+        self._silence_s = limit_s
+        for channel in self._channels:
+            channel.limit_sends(limit_s)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. Raises `UnusableLogits` as the local executor does, and
@@ -277,24 +286,33 @@ class RankGroupStart:
             self.close()
             raise
 
-    def allocate(self, num_blocks: int, shared: list[str | None]) -> list[RemoteMemory | None]:
+    def allocate(
+        self, num_blocks: int, shared: list[str | None], *, limit_s: float | None = None
+    ) -> list[RemoteMemory | None]:
         """Have each rank make its pool, in the file `shared` names or in memory of its own.
 
-        Returns how to reach the memory of those ranks that have their own.
+        limit_s: for all of them; None: as for loading. Returns how to reach the memory of those
+        ranks that have their own.
         """
+        self._limit_s = limit_s or self._limit_s
+        remote: list[RemoteMemory | None] = [None] * self._grid.num_ranks
         try:
             for rank, channel in self._channels.items():
                 channel.send([Kind.ALLOCATE, num_blocks, shared[rank]])
             deadline = time.monotonic() + self._limit_s
-            remote: list[RemoteMemory | None] = [None] * self._grid.num_ranks
             for _ in range(sum(file is None for file in shared)):
                 rank, purpose, channel = self._accept(deadline)
-                if purpose != "memory":
+                if purpose != "memory" or not 0 <= rank < len(remote) or remote[rank] is not None:
+                    channel.close()
                     raise ChannelError(f"rank {rank} connected twice")
-                remote[rank] = RemoteMemory(channel, timeout_s=_MEMORY_LIMIT_S)
+                layout = self.ready[rank].layout
+                remote[rank] = RemoteMemory(channel, layout, timeout_s=_MEMORY_LIMIT_S)
             self._answers(Kind.ALLOCATED, deadline)
             return remote
         except BaseException:
+            for memory in remote:
+                if memory is not None:
+                    memory.close()
             self.close()
             raise
 

@@ -102,13 +102,18 @@ class ShardedPool:
         """Of each rank: the memory it is to keep its KV in, None for its own."""
 
         self._held: list[_Held] = []
-        for rank in ready:
-            pool = None
-            if rank.host == host and rank.on_host:
-                pool = self._share(rank.layout)
-            else:
-                self.files.append(None)
-            self._held.append(_Held(KVPart(rank.layers, rank.kv_heads), rank.owned_kv_heads, pool))
+        try:
+            for rank in ready:
+                pool = None
+                if rank.host == host and rank.on_host:
+                    pool = self._share(rank.layout)
+                else:
+                    self.files.append(None)
+                part = KVPart(rank.layers, rank.kv_heads)
+                self._held.append(_Held(part, rank.owned_kv_heads, pool))
+        except BaseException:
+            self._close_files()
+            raise
         self.parts = tuple(
             KVPart(held.part.layers, held.owned)
             for held in self._held

@@ -234,6 +234,8 @@ class RankReady:
 
     weight_bytes: int
     load_s: float
+    free_bytes: int | None = None
+    """Of its device, beside the weights. None: it keeps KV in host memory."""
 
 
 def machine() -> str:

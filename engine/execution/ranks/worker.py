@@ -174,6 +174,7 @@ def _serve(order: RankOrder, channel: Channel, key: bytes) -> NoReturn:
         layout=model.layout,
         weight_bytes=model.weight_bytes,
         load_s=time.monotonic() - began,
+        free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
     )
     channel.send([Kind.READY, *ready_to_wire(ready)])
     message = channel.receive()

@@ -18,6 +18,8 @@ from engine.execution.ranks.channel import (
     ChannelError,
     Kind,
     Listener,
+    _dial,
+    _greet,
     connect,
     frame,
     parse,
@@ -61,6 +63,28 @@ def test_both_sides_are_proven_and_then_talk(host):
     assert here.receive(5) == [Kind.DONE, 1, None]
     for each in (listener, here, there):
         each.close()
+
+
+def test_a_rank_may_take_longer_to_prove_itself_than_the_wait_for_a_connection():
+    listener = Listener(KEY)
+    there = Channel(_dial(listener.address, 5))
+    thread = threading.Timer(0.3, _greet, (there, KEY, 1, "steps", 5))
+    thread.start()
+    got = listener.accept(0.05)
+    thread.join()
+    assert got is not None
+    assert got[:2] == (1, "steps")
+    for each in (listener, got[2], there):
+        each.close()
+
+
+def test_who_takes_nothing_is_not_waited_for():
+    here, there = pair()
+    here.limit_sends(0.05)
+    with pytest.raises(ChannelError, match="takes nothing"):
+        here.send([Kind.STEP, 1, b"x" * 4_000_000])
+    here.close()
+    there.close()
 
 
 def test_another_key_is_turned_away():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -143,6 +144,22 @@ def test_tokens_that_are_none_end_the_group(tokens):
     answers = (lambda n: [done(n, tokens)], lambda n: [done(n)])
     with Group(*answers) as group, pytest.raises(RankFailed, match="malformed tokens"):
         group.executor.execute(PLAN)
+
+
+def test_a_rank_that_takes_no_plan_ends_the_group():
+    end = threading.Event()
+
+    def stuck(number):
+        yield done(number)
+        end.wait(30)  # and reads no more
+
+    large = replace(PLAN.chunks[0], token_ids=(1,) * 200_000)
+    with Group(lambda n: [sampled(n)], stuck) as group:
+        group.executor.execute(PLAN)
+        with pytest.raises(RankFailed, match=r"rank 1: .* takes nothing"):
+            group.executor.execute(StepPlan(chunks=(large,)))
+        assert group.processes.kills == 1
+        end.set()
 
 
 def test_what_a_rank_says_between_steps_ends_the_group():
