@@ -194,7 +194,11 @@ class BlockManager:
     ) -> bool:
         """Would `allocate` succeed if the requests `freeing` gave up their blocks first?"""
         hits = self._hits(token_ids, salt)
-        given_up = Counter(b for request_id in freeing for b in self._tables[request_id].blocks)
+        freed = set(freeing)
+        given_up = Counter(b for request_id in freed for b in self._tables[request_id].blocks)
+        for copying in self._copying:
+            if copying.request_id in freed and not copying.in_flight:  # see `free`
+                given_up.update((copying.copy.source, copying.copy.target))
         shared = set(hits)
         reclaimed = sum(
             1 for b, count in given_up.items() if count == self._refs[b] and b not in shared

@@ -119,6 +119,22 @@ def test_copies_of_a_pass_that_failed_are_taken_again():
     manager.check()
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_copies_of_those_who_give_up_count_until_they_are_being_made(taken):
+    manager = make_manager(num_blocks=4)
+    computed(manager, "a", PROMPT[:8])
+    manager.free("a")
+    manager.allocate("b", (*PROMPT[:6], 1, 2), "", 8)  # holds its own block and the source
+    if taken:
+        manager.take_copies()
+    other = tuple(range(24))
+    fits = manager.fits(other, "", 24, freeing=["b"])
+    manager.free("b")
+    assert fits is not taken
+    assert (manager.allocate("c", other, "", 24) is not None) is fits
+    manager.check()
+
+
 def test_a_prompt_gets_its_blocks_where_the_source_would_take_the_last_one():
     manager = make_manager(num_blocks=3, block_tokens=8)
     computed(manager, "a", PROMPT[:8])

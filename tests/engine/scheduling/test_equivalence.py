@@ -65,6 +65,7 @@ class FakeExecutor:
         self.pool = {}
         self.known = {}
         self.seeds = {}
+        self.num_copies = 0
 
     def slots(self, table, first, end):
         pages = [(table[p // self.block_tokens], p % self.block_tokens) for p in range(first, end)]
@@ -86,8 +87,17 @@ class FakeExecutor:
             for offset in range(self.block_tokens):
                 self.pool[block, offset] = -1
 
+    def copy(self, copies):
+        """Behind what is asked for, a target may hold anything."""
+        for copy in copies:
+            for offset in range(self.block_tokens):
+                wanted = offset < copy.num_tokens
+                self.pool[copy.target, offset] = self.pool[copy.source, offset] if wanted else -1
+        self.num_copies += len(copies)
+
     def execute(self, plan):
         self.poison()
+        self.copy(plan.copies)
         for request_id in plan.left:
             del self.known[request_id]
         for entered in plan.entered:
@@ -130,6 +140,7 @@ class Setup:
     step_tokens: int = 64
     chunk_tokens: int = 64
     prefix_caching: bool = True
+    reuse_tokens: int | None = None
     alone: bool = False
     warm: bool = False
     remote: bool = False
@@ -143,6 +154,7 @@ def make_engine(requests, setup):
         num_blocks=1 + -(-largest // setup.block_tokens) + setup.spare_blocks,
         block_tokens=setup.block_tokens,
         prefix_caching=setup.prefix_caching,
+        reuse_tokens=setup.reuse_tokens,
     )
     limits = SchedulerConfig(
         max_running_requests=setup.slots,
@@ -264,6 +276,8 @@ SETUPS = {
     "remote, warm": Setup(remote=True, warm=True),
     "cancelled others": Setup(others=True, chunk_tokens=5),
     "cancelled others, tiny pool": Setup(others=True, spare_blocks=2, block_tokens=2),
+    "copied parts": Setup(others=True, block_tokens=8, reuse_tokens=2, chunk_tokens=5),
+    "copied parts, tiny pool": Setup(others=True, block_tokens=4, reuse_tokens=1, spare_blocks=1),
 }
 
 
@@ -292,12 +306,28 @@ def test_a_tiny_pool_does_preempt():
     assert served.out == {r.request_id: expected(r)[0] for r in workload}
 
 
+def test_parts_of_blocks_are_copied():
+    workload = [
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=(*range(1, 7), i),
+            params=SamplingParams(max_tokens=4, ignore_eos=True),
+        )
+        for i in (8, 9)
+    ]
+    served, _ = serve(workload, Setup(block_tokens=16, reuse_tokens=2, alone=True))
+    assert served.executor.num_copies == 1
+    assert served.out == {r.request_id: expected(r)[0] for r in workload}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Everything at any moment: arrivals, cancels, pauses, imports, leases, failed passes."""
 
+    reuse_tokens = None
+
     def __init__(self):
         super().__init__()
-        cache = CacheConfig(num_blocks=15, block_tokens=2)
+        cache = CacheConfig(num_blocks=15, block_tokens=2, reuse_tokens=self.reuse_tokens)
         limits = SchedulerConfig(
             max_running_requests=3, max_step_tokens=8, max_chunk_tokens=5, ageing_s=3.0
         )
@@ -453,5 +483,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work
 
 
+class CopyingMachine(SchedulerMachine):
+    reuse_tokens = 1
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestCopies = CopyingMachine.TestCase
+TestCopies.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
