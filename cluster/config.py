@@ -633,7 +633,15 @@ class _Lint:
                     f"a replica with tensor_parallel or pipeline_parallel gets its own {name}; "
                     "leave it out",
                 )
-        cpus = (deployment.get("ray_actor_options") or {}).get("num_cpus") or 0
+        options = deployment.get("ray_actor_options") or {}
+        if memory := options.get("memory"):
+            self._say(
+                (*at, "ray_actor_options", "memory"),
+                f"{memory}: a replica with ranks runs in a placement group whose first bundle has "
+                "CPUs alone, so this one would never start; the ranks hold the model: leave it "
+                "out, and limit KV by kv_memory_bytes in args",
+            )
+        cpus = options.get("num_cpus") or 0
         if isinstance(cpus, (int, float)) and cpus > REPLICA_CPUS:
             self._say(
                 (*at, "ray_actor_options", "num_cpus"),

@@ -152,6 +152,22 @@ class ModelArgs(_Strict):
         return args
 
     @model_validator(mode="after")
+    def _sizes_agree(self) -> ModelArgs:
+        if self.reuse_tokens is not None and self.block_tokens % self.reuse_tokens:
+            raise ValueError(
+                f"reuse_tokens={self.reuse_tokens}: must divide block_tokens={self.block_tokens}: "
+                "take a divisor, or leave it out"
+            )
+        if self.kv_memory_fraction is not None:
+            for name in ("kv_memory_bytes", "num_blocks"):
+                if (size := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"kv_memory_fraction={self.kv_memory_fraction:g} and {name}={size}: the "
+                        "pool has one size: leave one of them out"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_are_possible(self) -> ModelArgs:
         if max(self.num_ranks, self.of_prefill().num_ranks) == 1:
             return self

@@ -96,6 +96,14 @@ def ranked(*deployments: str, args: str = "tensor_parallel: 2") -> str:
     return text.replace("source: fake", f"source: tiny, {args}")
 
 
+def test_memory_of_a_replica_with_ranks_is_refused(folder: Path):
+    text = ranked("name: Decode, max_surge_percent: 100, ray_actor_options: {memory: 1000000}")
+    assert (
+        "deployments[0].ray_actor_options.memory: 1000000: a replica with ranks runs in a "
+        "placement group whose first bundle has CPUs alone"
+    ) in refused(folder, text)
+
+
 def test_ranks_are_counted_and_prefill_may_have_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

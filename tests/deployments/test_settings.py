@@ -87,3 +87,16 @@ def test_blocks_are_as_large_as_the_accelerator_wants_them(args, block_tokens):
     made = ModelArgs(name="m", source="tiny", **args)
     assert made.block_tokens == block_tokens
     assert ModelArgs(**made.of_prefill().model_dump()).block_tokens == block_tokens
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"reuse_tokens": 24, "block_tokens": 64}, "reuse_tokens=24: must divide block_tokens=64"),
+        ({"kv_memory_fraction": 0.5, "kv_memory_bytes": 9}, "kv_memory_bytes=9: the pool has one"),
+        ({"kv_memory_fraction": 0.5, "num_blocks": 9}, "num_blocks=9: the pool has one size"),
+    ],
+)
+def test_sizes_that_contradict_are_refused_before_a_replica_starts(args, said):
+    with pytest.raises(ValidationError, match=said):
+        ModelArgs(name="m", source="tiny", **args)
