@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from deployments.lifecycle.reads import BlockReads
 
 RENEW_EVERY_S = 5.0
-QUIET_S = 1.0
-"""A pull that failed waits this long for what it began to end, before its blocks are set aside."""
+QUIET_S = 0.1
+"""A pull that failed waits this long for what it began to end, before its blocks are set aside.
+Enough for READs that fly on: they end in milliseconds. Those that failed are not waited for: they
+settle for `SETTLE_S`, and the client would wait with them before its prompt is computed again."""
 
 
 @dataclass(slots=True)
@@ -44,8 +46,8 @@ class _Job:
 
     connector: str = "link"
     unsummed: bool = False
-    """Blocks were read whose bytes nobody could sum: that they were held until then must be asked.
-    """
+    """Blocks were read whose bytes one side could not sum: that they were held until then must be
+    asked."""
 
     asked: bool = False
     held: bool = False
@@ -217,8 +219,9 @@ class PullClient:
             return
         _, _, epoch, entries = message
 
-        def landed(num_bytes: int) -> None:
+        def landed(num_bytes: int, summed: bool) -> None:
             self.bytes_received += num_bytes
+            job.unsummed |= not summed
             self._maybe_finish(job)
 
         def failed(error: TransferError) -> None:
@@ -226,7 +229,6 @@ class PullClient:
             self._fail(job, error)
 
         job.connector = "nixl"
-        job.unsummed |= any(checksum is None for _, _, checksum in entries)
         job.note.first_byte_s = job.note.first_byte_s or time.monotonic()
         self.reads.ready(job.link, epoch, entries, intake, landed=landed, failed=failed)
 

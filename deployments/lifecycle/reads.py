@@ -12,10 +12,12 @@ Manifest, ragged ends, first token, signs of life, lease and commit are those of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from deployments.link.link import Link
 from deployments.link.messages import Kind
@@ -36,6 +38,16 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 5.0
 """After a READ that failed, KV comes over the link this long, then READs are tried again."""
 
+RUN_BYTES = 32 << 20
+"""Of one READ. What is heard of a READ is its end: of a longer one nothing would be heard for long,
+as if it had stalled, and other pulls would wait behind it."""
+
+_RUNS_AT_ONCE = 2
+"""READs of one offer that are asked for at a time: one flies while the next is waited for."""
+
+Entry = tuple[int, int, int | None]
+"""First token, block in the sender's pool, checksum; no checksum of what lies on a device."""
+
 
 @dataclass(slots=True)
 class _Agent:
@@ -43,9 +55,21 @@ class _Agent:
 
     card: AgentCard
     peer: tuple[str, int]
-    """Its name, and which attempt at connecting to it this is."""
+    """Its name, and which attempt at connecting to any agent this is: READs of one connection may
+    settle while the next, over another link, begins."""
 
     connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One that is to be read."""
+
+    head: ChunkHead
+    local: int
+    remote: int
+    summed: bool
+    """The sender knows what its bytes add up to."""
 
 
 async def start_agent(pool: KVMemory, *, window_bytes: int) -> NixlAgent:
@@ -99,6 +123,7 @@ class BlockReads:
         self._layout = layout
         self._page = block_tokens
         self._agents: dict[Link, _Agent] = {}
+        self._attempts = itertools.count(1)
         self._open: dict[ReadIntake, set[Read]] = {}
         self._posts: list[float] = []
 
@@ -130,8 +155,8 @@ class BlockReads:
             logger.warning("KV of %s comes over the link: %s", link.peer_id, error)
             return
         self.on_close(link)
-        self._agents[link] = _Agent(card, (card.epoch, 0))
-        self._connect(link)
+        self._agents[link] = agent = _Agent(card, (card.epoch, 0))
+        self._connect(link, agent)
 
     def on_close(self, link: Link) -> None:
         """The other end is gone: forget its agent."""
@@ -139,12 +164,11 @@ class BlockReads:
         if agent is not None:
             self._agent.lose_peer(agent.peer)
 
-    def _connect(self, link: Link) -> None:
-        agent = self._agents.get(link)
-        if agent is None:
+    def _connect(self, link: Link, agent: _Agent) -> None:
+        if self._agents.get(link) is not agent:
             return
-        epoch, attempt = agent.peer
-        agent.peer = peer = (epoch, attempt + 1)
+        epoch = agent.card.epoch
+        agent.peer = peer = (epoch, next(self._attempts))
 
         def done(error: TransferError | None) -> None:
             if self._agents.get(link) is not agent or agent.peer != peer:
@@ -163,22 +187,24 @@ class BlockReads:
         agent.connected = False
         self._agent.lose_peer(agent.peer)
         if error.stage != "offer":  # what does not fit now never will
-            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect, link)
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect, link, agent)
 
     def ready(
         self,
         link: Link,
         epoch: str,
-        entries: Sequence[tuple[int, int, int | None]],
+        entries: Any,
         intake: ReadIntake,
         *,
-        landed: Callable[[int], None],
+        landed: Callable[[int, bool], None],
         failed: Callable[[TransferError], None],
     ) -> None:
-        """Read the blocks that `entries` offer. `landed` gets the bytes of each READ that is there
-        and checked; `failed` says why there is none.
+        """Read the blocks that `entries` offer, as they came over the link. `landed` gets the bytes
+        of each READ that is there, and whether both sides could sum all of them and agreed;
+        `failed` says why one is not.
 
-        Raises TransferError for an offer of another process or outside the transfer.
+        Raises TransferError for an offer that is malformed, of another process or outside the
+        transfer; nothing is lent then.
         """
         agent = self._agents.get(link)
         if agent is None or not agent.connected or agent.card.epoch != epoch:
@@ -187,52 +213,87 @@ class BlockReads:
                 "process was replaced, or a READ from it failed",
                 stage="link",
             )
-        if intake.closed or not entries:
+        offered = _entries(entries, agent.card.num_blocks)
+        if intake.closed or not offered:
             return
-        heads: list[ChunkHead] = []
-        local: list[int] = []
-        remote: list[int] = []
+        blocks: list[_Block] = []
         try:
-            for first_token, block, checksum in entries:
-                if not 0 < block < agent.card.num_blocks:
-                    raise TransferError(
-                        f"block {block} of {agent.card.num_blocks} was offered", stage="offer"
-                    )
+            for first_token, remote, checksum in offered:
                 head = self._whole_block(first_token, checksum or 0)
-                local.append(intake.lend(head))
-                remote.append(block)
-                heads.append(head)
-        except TransferError:
-            intake.give_back(len(local))
-            raise
+                blocks.append(_Block(head, intake.lend(head), remote, checksum is not None))
+        except Exception as error:
+            intake.give_back(len(blocks))
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"blocks cannot be read: {error!r}", stage="offer") from error
+        at_once = max(1, RUN_BYTES // agent.card.block_bytes)
+        runs = deque(blocks[i : i + at_once] for i in range(0, len(blocks), at_once))
+        peer = agent.peer
+
+        def post() -> None:
+            """Ask for the next run, while anybody waits for it."""
+            if not runs:
+                return
+            if intake.closed:
+                left = sum(map(len, runs))
+                runs.clear()
+                intake.give_back(left)
+            else:
+                self._read(link, agent, peer, runs.popleft(), intake, landed, failed, post)
+
+        for _ in range(_RUNS_AT_ONCE):
+            post()
+
+    def _read(
+        self,
+        link: Link,
+        agent: _Agent,
+        peer: tuple[str, int],
+        blocks: Sequence[_Block],
+        intake: ReadIntake,
+        landed: Callable[[int, bool], None],
+        failed: Callable[[TransferError], None],
+        over: Callable[[], None],
+    ) -> None:
+        """One READ. `over`: nothing writes into its blocks any more, which were given back."""
 
         def ended(read: Read, result: ReadResult) -> None:
             self._posts.append(result.post_s)
             if result.error is not None:
                 self.num_failures += 1
                 error = TransferError(f"READ failed: {result.error}", stage="link")
-                if agent.connected and self._agents.get(link) is agent:
+                if agent.connected and agent.peer == peer and self._agents.get(link) is agent:
                     self._disconnect(link, agent, error)
                 failed(error)
                 return
+            summed = True
             try:
-                for head, entry, found in zip(heads, entries, result.checksums, strict=True):
-                    intake.landed(head, None if entry[2] is None else found)
+                for block, found in zip(blocks, result.checksums, strict=True):
+                    found = found if block.summed else None
+                    summed &= found is not None
+                    intake.landed(block.head, found)
             except TransferError as error:
                 failed(error)
                 return
-            num_bytes = sum(head.num_bytes for head in heads)
+            num_bytes = sum(block.head.num_bytes for block in blocks)
             self.bytes_read += num_bytes
-            landed(num_bytes)
+            landed(num_bytes, summed)
 
         def quiet(read: Read) -> None:
             reads = self._open[intake]
             reads.discard(read)
             if not reads:
                 del self._open[intake]
-            intake.give_back(len(heads))
+            intake.give_back(len(blocks))
+            over()
 
-        read = self._agent.read(agent.peer, local, remote, ended=ended, quiet=quiet)
+        read = self._agent.read(
+            peer,
+            [block.local for block in blocks],
+            [block.remote for block in blocks],
+            ended=ended,
+            quiet=quiet,
+        )
         self._open.setdefault(intake, set()).add(read)
 
     def cancel(self, intake: KVIntake) -> None:
@@ -257,3 +318,18 @@ class BlockReads:
             num_bytes=self._page * layout.bytes_per_token,
             checksum=checksum,
         )
+
+
+def _entries(wire: Any, num_blocks: int) -> list[Entry]:
+    """What READY offers of a pool of `num_blocks`. Raises TransferError for anything else."""
+    items = cast("list[Any]", wire) if isinstance(wire, list) else [wire]
+    entries: list[Entry] = []
+    for item in items:
+        match item:
+            case [int(first_token), int(block), int() | None as checksum]:
+                if not 0 < block < num_blocks:
+                    raise TransferError(f"block {block} of {num_blocks} was offered", stage="offer")
+                entries.append((first_token, block, checksum))
+            case _:
+                raise TransferError(f"malformed offer of a block: {item!r}"[:200], stage="offer")
+    return entries

@@ -299,7 +299,8 @@ class NixlAgent:
         self, peer: PeerId, card: AgentCard, done: Callable[[TransferError | None], None]
     ) -> None:
         """Connect to a peer, prepare its descriptors and read a few bytes, so that the first
-        request finds everything warm. `peer` is forgotten by `lose_peer`."""
+        request finds everything warm. `peer` names this connection, and must be new with each:
+        what was read over one may settle while the next is made. `lose_peer` forgets it."""
         self._do(lambda: self._add_peer(peer, card, done))
 
     def lose_peer(self, peer: PeerId) -> None:
@@ -499,7 +500,7 @@ class NixlAgent:
             error = TransferError("READs of its last connection are not over", stage="connect")
             self._tell(done, error)
             return
-        name = ""
+        name, blocks = "", None
         try:
             answered: bytes | str = agent.add_remote_agent(card.metadata)
             name = answered.decode() if isinstance(answered, bytes) else answered
@@ -511,13 +512,15 @@ class NixlAgent:
             kind, device = _place(card.device)
             rows = _rows(card.address, card.block_bytes, card.num_blocks, device)
             blocks = agent.prep_xfer_dlist(name, rows, kind)
+            self._table.add_peer(peer)
         except Exception as error:
+            if blocks is not None:
+                self._release_blocks(name, blocks)
             if name:
                 self._forget_agent(name)
             self._tell(done, _as_transfer_error(error))
             return
         self._peers[peer] = _Peer(name, blocks)
-        self._table.add_peer(peer)
         self.counters.peers[peer] = name
 
         def warm(read: Read, result: ReadResult) -> None:
@@ -568,11 +571,14 @@ class NixlAgent:
     def _drop(self, peer_id: PeerId) -> None:
         peer = self._peers.pop(peer_id)
         self.counters.peers.pop(peer_id, None)
-        try:
-            peer.blocks.release()
-        except Exception as error:
-            logger.warning("descriptors of %s could not be released: %s", peer.name, error)
+        self._release_blocks(peer.name, peer.blocks)
         self._forget_agent(peer.name)
+
+    def _release_blocks(self, name: str, blocks: Any) -> None:
+        try:
+            blocks.release()
+        except Exception as error:
+            logger.warning("descriptors of %s could not be released: %s", name, error)
 
     def _forget_agent(self, name: str) -> None:
         try:

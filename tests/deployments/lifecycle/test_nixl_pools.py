@@ -12,6 +12,7 @@ from pools import alone, answers, ask, opened, reference, request, settled, unti
 
 from deployments.lifecycle import pull, reads
 from engine.errors import TransferError
+from engine.transfer.nixl import SETTLE_S
 from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.nixl_reads import Polled
 
@@ -128,10 +129,13 @@ async def test_bytes_that_are_not_those_offered_are_noticed(local_cluster):
     await settled(cluster)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("held", [True, False])
-async def test_memory_without_checksums_counts_only_while_prefill_holds_it(local_cluster, held):
+async def test_memory_without_checksums_counts_only_while_prefill_holds_it(
+    local_cluster, held, side
+):
     cluster, prefill, decode, client = await pools(local_cluster, pull_stall_s=1.0)
-    agent = prefill.exports.offers._agent
+    agent = prefill.exports.offers._agent if side == "prefill" else decode._agent
     agent._checksums = lambda blocks: (None,) * len(blocks)
     if not held:
         engine = prefill.host.built.engine
@@ -158,10 +162,7 @@ async def test_memory_without_checksums_counts_only_while_prefill_holds_it(local
     await settled(cluster)
 
 
-async def test_a_read_that_does_not_end_costs_its_blocks_and_nothing_else(
-    local_cluster, monkeypatch
-):
-    monkeypatch.setattr(pull, "QUIET_S", 0.1)
+async def test_a_read_that_does_not_end_costs_its_blocks_and_nothing_else(local_cluster):
     cluster, _, decode, client = await pools(local_cluster, pull_stall_s=0.5)
     flight = Flight(decode)
     one = request(1, 100)
@@ -210,6 +211,25 @@ async def test_after_a_read_that_failed_the_link_carries_kv_until_agents_connect
     await settled(cluster)
 
 
+async def test_nobody_waits_until_a_read_that_failed_has_settled(local_cluster):
+    cluster, _, decode, client = await pools(local_cluster)
+    table = decode._agent._table
+    table._settle_s = 1e9
+    flight = Flight(decode)
+    flight.broken = True
+    one = request(1, 100)
+    assert await answers(client, one) == [alone("tiny", one)]
+    assert decode.streams.counters.decisions == {("fallback", "link"): 1}
+    assert table.num_settling > 0
+    assert decode.host.engine.stats().num_leases == 1
+    assert pull.QUIET_S < SETTLE_S
+    table._settle_s = 0.0
+    for read in list(table._reads.values()):
+        read.settled_at = 0.0
+    await settled(cluster)
+    assert decode.host.engine.stats().num_leases == 0
+
+
 async def test_a_replica_that_was_replaced_under_its_name_is_read_anew(local_cluster):
     cluster, old, decode, client = await pools(local_cluster)
     one, two = request(1, 100), request(2, 100)
@@ -232,6 +252,7 @@ async def test_a_replica_that_was_replaced_under_its_name_is_read_anew(local_clu
         ([(0, 0, 1)], None, "block 0 of 400"),
         ([(8, 1, 1), (8, 2, 1)], None, "offered twice"),
         ([(1000, 1, 1)], None, "outside the transfer"),
+        ([(0, 1, None), (8, "x", None)], None, "malformed offer"),
         ([(0, 1, 1)], "another", "its process was replaced"),
     ],
 )
@@ -246,7 +267,7 @@ async def test_offers_that_cannot_be_are_refused(local_cluster, entries, epoch, 
             epoch or block_reads.epoch(link),
             entries,
             intake,
-            landed=lambda num_bytes: None,
+            landed=lambda num_bytes, summed: None,
             failed=lambda error: None,
         )
     assert (intake.lent, block_reads.num_open) == (0, 0)
