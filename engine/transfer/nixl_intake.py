@@ -30,9 +30,25 @@ class ReadIntake(KVIntake):
         self._lent: set[int] = set()
         """First tokens of every block that was ever lent."""
 
+        self._sent: set[int] = set()
+        """First tokens of every block of which a part ever came over the link."""
+
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def complete(self) -> bool:
+        """See `KVIntake`. Never while a READ may still write."""
+        return not self.lent and super().complete
+
+    def memory(self, head: ChunkHead) -> memoryview | None:
+        """See `KVIntake.memory`. Raises TransferError for a chunk over a block that was lent: two
+        writers, of which the checksum of neither says what stays."""
+        memory = super().memory(head)
+        if memory is not None:
+            self._sent.update(self._firsts(head))
+        return memory
 
     def lend(self, head: ChunkHead) -> int:
         """The block that a READ of `head`, a whole block, is to fill. Say `landed` when its bytes
@@ -51,6 +67,8 @@ class ReadIntake(KVIntake):
             raise TransferError(f"{head} is no whole block here: it can't be read", stage="chunk")
         if first_token in self._lent:
             raise TransferError(f"block {head} was offered twice", stage="chunk")
+        if first_token in self._sent:
+            raise TransferError(f"block {head} was offered and sent", stage="chunk")
         assert not self._closed, "lend after close"
         self._require(head)
         self._lent.add(first_token)
@@ -76,3 +94,13 @@ class ReadIntake(KVIntake):
         self.lent -= num_blocks
         if not self.lent and self._closed and self.on_quiet is not None:
             self.on_quiet()
+
+    def _require(self, head: ChunkHead) -> None:
+        super()._require(head)
+        if not self._lent.isdisjoint(self._firsts(head)):
+            raise TransferError(f"chunk {head} lies over a block that is read", stage="chunk")
+
+    def _firsts(self, head: ChunkHead) -> range:
+        """First tokens of the blocks that `head` touches."""
+        page = self._pool.block_tokens
+        return range(head.first_token // page * page, head.first_token + head.num_tokens, page)

@@ -138,3 +138,39 @@ def test_only_whole_blocks_of_the_transfer_are_lent(changes):
     with pytest.raises(TransferError):
         intake.lend(block_head(**{"first_token": 0, "found": 0, **changes}))
     assert intake.lent == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"first_token": 3, "num_tokens": 2, "num_bytes": BLOCK_BYTES // 2},
+        {"last_layer": 1, "num_bytes": BLOCK_BYTES // 3},
+    ],
+)
+def test_a_chunk_over_a_block_that_is_read_is_refused(changes):
+    intake = make_intake()
+    intake.lend(block_head(0, 0))
+    with pytest.raises(TransferError, match="is read") as refused:
+        intake.memory(block_head(**{"first_token": 0, "found": 0, **changes}))
+    assert refused.value.stage == "chunk"
+    assert intake.memory(block_head(4, 0)) is not None
+
+
+def test_a_block_that_is_being_sent_is_not_lent():
+    intake = make_intake()
+    assert intake.memory(block_head(3, 0, num_tokens=1, num_bytes=BLOCK_BYTES // PAGE)) is not None
+    with pytest.raises(TransferError, match="offered and sent"):
+        intake.lend(block_head(0, 0))
+    assert intake.lent == 0
+    assert intake.lend(block_head(4, 0)) == 5
+
+
+def test_nothing_is_complete_while_a_block_is_lent():
+    intake, pool = make_intake(num_tokens=4), filled_pool()
+    head = block_head(0, checksum(pool.block_bytes(3, 0, LAYOUT.num_layers)))
+    intake.lend(head)
+    intake.landed(head, head.checksum)
+    assert (intake.received_bytes, intake.complete) == (BLOCK_BYTES, False)
+    intake.give_back(1)
+    assert intake.complete
