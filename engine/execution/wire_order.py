@@ -33,11 +33,7 @@ def wire_views(
     layer, token or head does it to each of them alike. Writable where the payload is. Raises
     ValueError for a payload that is not a whole number of tokens.
     """
-    flat: NDArray[np.uint8] = np.frombuffer(payload, dtype=np.uint8)
-    runs = np.reshape(flat, (num_layers, 2, -1))
-    num_tokens, rest = divmod(runs.shape[2], num_heads * layout.row_bytes)
-    if rest:
-        raise ValueError(f"{rest} bytes behind {num_tokens} tokens of {num_heads} heads")
+    runs, num_tokens = _runs(payload, layout, num_layers, num_heads)
     width = layout.head_dim * layout.itemsize
     split = num_tokens * num_heads * width
     numbers = np.reshape(runs[:, :, :split], (num_layers, 2, num_tokens, num_heads, width))
@@ -50,8 +46,30 @@ def wire_views(
 def sound_scales(
     payload: memoryview | bytes | bytearray, layout: KVLayout, num_layers: int, num_heads: int
 ) -> bool:
-    """Whether every scale in a payload of a coded layout is one that codes can have."""
-    _, scales = wire_views(payload, layout, num_layers, num_heads)
-    found: NDArray[np.float32] = np.frombuffer(scales.tobytes(), dtype=np.float32)
+    """Whether every scale in a payload of a coded layout is one that codes can have.
+
+    Reads the scales alone, in the order in which they lie: an event loop asks.
+    """
+    _, num_tokens = _runs(payload, layout, num_layers, num_heads)
+    # Codes are a whole number of scales long: see `KVPool`.
+    flat: NDArray[np.float32] = np.frombuffer(payload, dtype=np.float32)
+    found: NDArray[np.float32] = np.reshape(flat, (num_layers, 2, -1))[
+        :, :, -num_tokens * num_heads :
+    ]
     # NaN and infinity fail one or the other.
     return bool(((found >= 0) & (found < np.inf)).all())
+
+
+def _runs(
+    payload: memoryview | bytes | bytearray | NDArray[np.uint8],
+    layout: KVLayout,
+    num_layers: int,
+    num_heads: int,
+) -> tuple[NDArray[np.uint8], int]:
+    """The payload as `[layers, 2, bytes]`, and how many tokens it holds."""
+    flat: NDArray[np.uint8] = np.frombuffer(payload, dtype=np.uint8)
+    runs = np.reshape(flat, (num_layers, 2, -1))
+    num_tokens, rest = divmod(runs.shape[2], num_heads * layout.row_bytes)
+    if rest:
+        raise ValueError(f"{rest} bytes behind {num_tokens} tokens of {num_heads} heads")
+    return runs, num_tokens

@@ -1,5 +1,6 @@
 """KV that is codes, on its way: the scales travel with them, or nothing is taken."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -137,6 +138,20 @@ def test_a_scale_that_no_codes_have_is_refused_however_well_it_travelled(num_tok
         intake.received(head, memory)
     assert caught.value.stage == "chunk"
     assert not intake.complete
+
+
+def test_every_scale_is_looked_at_and_no_code():
+    pool = KVPool(LAYOUT, 2, 3)
+    payload = pool.block_bytes(1, 0, LAYOUT.num_layers)
+    rows, width = 3 * LAYOUT.num_kv_heads, LAYOUT.head_dim
+    whole = torch.frombuffer(payload, dtype=torch.uint8).view(LAYOUT.num_layers, 2, -1)
+    codes, scales = whole[..., : rows * width], whole[..., rows * width :].view(torch.float32)
+    codes.fill_(255)  # as numbers: not one
+    assert pool.has_sound_scales(payload, LAYOUT.num_layers, LAYOUT.num_kv_heads)
+    for layer, which, row in itertools.product(range(LAYOUT.num_layers), range(2), range(rows)):
+        scales[layer, which, row] = -1.0
+        assert not pool.has_sound_scales(payload, LAYOUT.num_layers, LAYOUT.num_kv_heads)
+        scales[layer, which, row] = 1.0
 
 
 def test_codes_never_pass_for_numbers():
