@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from mmap import mmap
 
 import torch
@@ -64,6 +65,14 @@ class KVPool:
             scales = self.data[..., split:].view(torch.float32)
             scales = scales.view((*each, layout.num_kv_heads, block_tokens))
             self._scales = scales.transpose(-1, -2)
+        self._stream: torch.cuda.Stream | None = None
+        """What transfers copy on, of a CUDA device: on the stream of the steps they would wait for
+        the step that runs, and an event loop with them. Nothing else orders them, or needs to: a
+        block is read after its step has ended and written before its step begins."""
+
+        if self.data.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.data.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.data.device))  # the zeros
 
     def keys(self, layer: int) -> Tensor:
         """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or int8 codes."""
@@ -88,8 +97,9 @@ class KVPool:
         Order: layer, K then V, token, head, dim, and behind them the scales by head and token where
         there are any: the canonical wire order of a whole block.
         """
-        part = self.data[block, first_layer:last_layer].reshape(-1).view(torch.uint8)
-        return part.cpu().numpy().data.cast("B")
+        with self._aside():
+            part = self.data[block, first_layer:last_layer].reshape(-1).view(torch.uint8)
+            return part.cpu().numpy().data.cast("B")
 
     @property
     def parts(self) -> tuple[KVPart, ...]:
@@ -125,11 +135,13 @@ class KVPool:
             slice(offset, offset + num_tokens),
             slice(h0, h1),
         )
-        part = self._numbers[at].flatten(2)  # [layers, 2, everything]
-        if self.layout.coded:
-            scales = self._scales[at].transpose(-1, -2).flatten(2).contiguous()
-            part = torch.cat((part.contiguous().view(torch.uint8), scales.view(torch.uint8)), -1)
-        return part.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data.cast("B")
+        with self._aside():
+            part = self._numbers[at].flatten(2)  # [layers, 2, everything]
+            if self.layout.coded:
+                codes = part.contiguous().view(torch.uint8)
+                scales = self._scales[at].transpose(-1, -2).flatten(2).contiguous()
+                part = torch.cat((codes, scales.view(torch.uint8)), -1)
+            return part.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data.cast("B")
 
     def scatter(
         self,
@@ -140,28 +152,37 @@ class KVPool:
         payload: bytearray,
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """Write a payload in wire order to position `first_token` on, across block borders."""
+        """Write a payload in wire order to position `first_token` on, across block borders.
+
+        Returns once it is there.
+        """
         h0, h1 = heads or (0, self.layout.num_kv_heads)
         views = wire_views(payload, self.layout, last_layer - first_layer, h1 - h0)
         sources = [torch.as_tensor(view) for view in views]
         numbers = sources[0].view(self._numbers.dtype)
         scales = sources[1].view(torch.float32).squeeze(-1) if self.layout.coded else None
         num_tokens, done, page = numbers.shape[2], 0, self.block_tokens
-        while done < num_tokens:
-            offset = (first_token + done) % page
-            run = min(page - offset, num_tokens - done)
-            at = (
-                blocks[(first_token + done) // page],
-                slice(first_layer, last_layer),
-                slice(None),
-                slice(offset, offset + run),
-                slice(h0, h1),
-            )
-            self._numbers[at] = numbers[:, :, done : done + run]
-            if scales is not None:
-                self._scales[at] = scales[:, :, done : done + run]
-            done += run
+        with self._aside():
+            while done < num_tokens:
+                offset = (first_token + done) % page
+                run = min(page - offset, num_tokens - done)
+                at = (
+                    blocks[(first_token + done) // page],
+                    slice(first_layer, last_layer),
+                    slice(None),
+                    slice(offset, offset + run),
+                    slice(h0, h1),
+                )
+                self._numbers[at] = numbers[:, :, done : done + run]
+                if scales is not None:
+                    self._scales[at] = scales[:, :, done : done + run]
+                done += run
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def has_sound_scales(self, payload: memoryview, num_layers: int, num_heads: int) -> bool:
         """Whether every scale in a payload of a coded layout is one that codes can have."""
         return sound_scales(payload, self.layout, num_layers, num_heads)
+
+    def _aside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
