@@ -29,7 +29,7 @@ from typing import Any
 from deployments.admission.order import Entry, FairOrder
 from deployments.admission.tiers import TierRule, TierTable
 from deployments.explain.queueing import Arrival, QueueFacts, Standing, top
-from deployments.link.messages import Acquire, Grant, Report
+from deployments.link.messages import UNTAKABLE, Acquire, Grant, Report
 from engine.errors import ConfigError, EngineError, Overloaded, RequestError
 
 
@@ -475,26 +475,34 @@ class AdmissionQueue:
         """Choices over the whole pool that make way for this rank, without those that have already.
 
         A tier with a share keeps that part of the slots, and one at least where there are enough of
-        them: a flood from above would starve what it began.
+        them: a flood from above would starve what it began. The engine takes the least urgent
+        first, so behind one that would lose what it keeps nobody makes way.
         """
-        alive: dict[int, int] = {}
-        outranked: dict[int, int] = {}
+        alive: Counter[int] = Counter()
+        outranked: Counter[tuple[int, int]] = Counter()
+        pulling: Counter[tuple[int, int]] = Counter()  # may be taken instead by then
         slots = over = 0
         for replica in usable:
             slots += replica.report.slots
             over += replica.over
             for priority, level, n, _ in replica.report.alive:
                 if priority > rank:
-                    alive[priority] = alive.get(priority, 0) + n
-                    if level is not None and level > rank:
-                        outranked[priority] = outranked.get(priority, 0) + n
+                    alive[priority] += n
+                    if level == UNTAKABLE:
+                        pulling[priority, priority] += n
+                    elif level is not None and level > rank:
+                        outranked[level, priority] += n
         if not outranked:
             return 0
         kept = self._kept_slots(slots)
-        makes_way = sum(
-            min(n, max(0, alive[priority] - kept.get(priority, 0)))
-            for priority, n in outranked.items()
-        )
+        spare = {priority: max(0, n - kept.get(priority, 0)) for priority, n in alive.items()}
+        makes_way = 0
+        for key in sorted(outranked.keys() | pulling.keys(), reverse=True):
+            _, priority = key
+            makes_way += min(outranked[key], spare[priority])
+            spare[priority] -= outranked[key] + pulling[key]
+            if spare[priority] < 0:
+                break
         return makes_way - over
 
     def _kept_slots(self, slots: int) -> dict[int, int]:

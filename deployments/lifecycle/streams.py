@@ -40,6 +40,7 @@ from deployments.lifecycle.machine import (
 )
 from deployments.link.link import Link
 from deployments.link.messages import (
+    UNTAKABLE,
     Kind,
     StreamEvent,
     Submit,
@@ -169,11 +170,11 @@ class _Stream:
 
     @property
     def outranked_below(self) -> int | None:
-        """Priorities below this one go before it. None: nothing does, because it may not be
-        preempted or, since somebody fills its blocks, cannot be."""
-        if not self.submit.request.preemptible or self.machine.state is State.PULLING:
+        """Priorities below this one go before it: none while somebody fills its blocks. None: it
+        may not be preempted."""
+        if not self.submit.request.preemptible:
             return None
-        return self.level
+        return UNTAKABLE if self.machine.state is State.PULLING else self.level
 
 
 @dataclass(slots=True, eq=False)

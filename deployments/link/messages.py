@@ -305,6 +305,10 @@ class Acquire:
         )
 
 
+UNTAKABLE = -(1 << 31)
+"""A level that no priority is above."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A decode replica's own account, sent on connect and on change."""
@@ -326,8 +330,8 @@ class Report:
 
     alive: tuple[tuple[int, int | None, int, int], ...] = ()
     """What is alive here by `(priority, level)`: those two, choices, KV tokens. `level` is what has
-    to be more urgent to take its slots back, the priority unless it had waited long; None while
-    nothing can."""
+    to be more urgent to take its slots back, the priority unless it had waited long; `UNTAKABLE`
+    while nothing can; None if it may not be preempted at all, as in slots that its tier keeps."""
 
     prefilling_tokens: int = 0
     """Prompts of streams that have no token yet."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits
 from deployments.admission.tiers import TierRule, TierTable
-from deployments.link.messages import Acquire, Report
+from deployments.link.messages import UNTAKABLE, Acquire, Report
 from engine.cache import BlockManager
 from engine.config import CacheConfig, SchedulerConfig
 from engine.request import Request, SampledToken, SamplingParams
@@ -46,13 +46,17 @@ class Replica:
         self.tiers: dict[str, str] = {}
         self.grants: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+        self.pulling: set[str] = set()
+        self.ran: set[str] = set()
         self.carry_out(self.report())
 
     def report(self) -> list[Action]:
         alive: Counter[tuple[int, int | None]] = Counter()
         for name in self.grants:
             rank = RANKS[self.tiers[name]]
-            alive[rank, rank if self.makes_way(name) else None] += 1
+            level = UNTAKABLE if name in self.pulling else rank
+            alive[rank, level if self.makes_way(name) else None] += 1
         grants = tuple((1, grant, 1) for grant in self.grants.values())
         report = Report(
             replica_id="d",
@@ -66,10 +70,14 @@ class Replica:
     def makes_way(self, name: str) -> bool:
         return self.tiers[name] != "priority" and name not in self.kept
 
-    def ask(self, tier: str) -> str:
+    def ask(self, tier: str, tokens: int = 4, pulling: bool = False) -> str:
+        """`pulling`: until the next step it says that nothing can take its slot."""
         self.count += 1
         name = f"{tier}{self.count}"
         self.tiers[name] = tier
+        self.wanted[name] = tokens
+        if pulling:
+            self.pulling.add(name)
         acquire = Acquire(
             ticket=self.count, cost_tokens=12, prompt_tokens=8, tier=tier, priority=RANKS[tier]
         )
@@ -88,7 +96,7 @@ class Replica:
             request = Request(
                 request_id=name,
                 prompt_ids=ids,
-                params=SamplingParams(max_tokens=4),
+                params=SamplingParams(max_tokens=self.wanted[name]),
                 priority=RANKS[tier],
                 preemptible=self.makes_way(name),
             )
@@ -98,8 +106,20 @@ class Replica:
 
     def step(self) -> set[str]:
         """Who was computed."""
+        alive = set(self.grants)
+        if self.pulling & alive:
+            self.pulling -= alive
+            self.carry_out(self.report())
+            alive = set(self.grants)
         plan = self.scheduler.plan(self.now)
         assert plan is not None
+        ran = {chunk.request_id for chunk in plan.chunks}
+        for rule in self.queue.tiers.rules.values():
+            least = self.queue._kept_slots(self.slots).get(rule.rank, 0)
+            if any(self.tiers[name] == rule.name for name in self.ran & alive - ran):
+                left = sum(self.tiers[name] == rule.name for name in ran)
+                assert left >= least, f"{rule.name} lost a slot and has {left} of {least}"
+        self.ran = ran
         self.now += 1.0
         sampled = {c.request_id: SampledToken(7) for c in plan.chunks if c.sample}
         for committed in self.scheduler.commit(plan, StepResult(sampled), self.now):
@@ -110,7 +130,7 @@ class Replica:
         self.scheduler.check()
         self.carry_out(self.report())
         self.queue.check()
-        return {chunk.request_id for chunk in plan.chunks}
+        return ran
 
 
 def test_urgent_work_runs_in_the_very_next_step_and_batch_comes_back_with_all_of_its_tokens():
@@ -165,8 +185,42 @@ def test_what_a_tier_keeps_is_not_what_the_engine_takes_back_for_a_flood():
     assert replica.tokens[batch[0]] == 4
 
 
+def test_requests_whose_kv_is_on_its_way_are_not_taken_for_kept_ones():
+    replica = Replica(WITH_SHARES, slots=10)
+    kept = [replica.ask("default", tokens=1) for _ in range(3)]
+    pulled = [replica.ask("default", pulling=True) for _ in range(5)]
+    assert replica.kept == set(kept)
+    replica.step()
+    replica.pulling.update(pulled)
+    later = [replica.ask("default") for _ in range(4)]
+    assert replica.kept == {*kept, *later[:3]}
+    assert not replica.kept & set(pulled)
+
+
+def test_where_the_kept_ones_of_a_tier_have_ended_the_rest_of_it_is_not_taken_either():
+    replica = Replica(WITH_SHARES, slots=10)
+    first = replica.ask("batch", tokens=1)
+    last = replica.ask("batch", tokens=9)
+    for _ in range(8):
+        replica.ask("default", tokens=9)
+    assert first in replica.kept
+    assert last not in replica.kept
+    replica.step()
+    while last in replica.grants:
+        for _ in range(3):
+            replica.ask("priority")
+        assert last in replica.step()
+
+
 lives = st.lists(
-    st.tuples(st.sampled_from(sorted(RANKS)), st.integers(1, 4), st.integers(0, 2)), max_size=40
+    st.tuples(
+        st.sampled_from(sorted(RANKS)),
+        st.integers(1, 4),
+        st.integers(0, 2),
+        st.integers(1, 6),
+        st.booleans(),
+    ),
+    max_size=40,
 )
 
 
@@ -174,17 +228,17 @@ lives = st.lists(
 @settings(max_examples=80, deadline=None)
 def test_what_the_queue_counts_on_is_what_the_engine_does(life, rules, slots: int):
     """Whatever comes in whatever order: urgent work runs in the step after its grant and in every
-    step from then on, and all are served."""
+    step from then on, no tier is left with fewer slots than it keeps, and all are served."""
     rules = [replace(rule, max_wait_s=1e6) for rule in rules]
     names = {rule.name for rule in rules}
     pool = Replica(rules, slots)
-    for tier, count, steps in life:
+    for tier, count, steps, tokens, pulling in life:
         for _ in range(count):
-            pool.ask(tier if tier in names else "batch")
+            pool.ask(tier if tier in names else "batch", tokens, pulling and tier != "priority")
         for _ in range(steps):
             if pool.grants:
                 urgent = {name for name in pool.grants if pool.tiers[name] == "priority"}
                 assert urgent <= pool.step()
     while pool.grants:
         pool.step()
-    assert pool.tokens == dict.fromkeys(pool.tiers, 4)
+    assert pool.tokens == pool.wanted

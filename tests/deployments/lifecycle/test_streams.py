@@ -10,7 +10,7 @@ import pytest
 
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.streams import StreamTable
-from deployments.link.messages import Kind, StreamEvent, Submit, Usage
+from deployments.link.messages import UNTAKABLE, Kind, StreamEvent, Submit, Usage
 from engine.outputs import Output, StepOutput
 from engine.request import FinishReason, Request, SampledToken, SamplingParams
 from engine.scheduling import Reservation
@@ -261,7 +261,7 @@ async def test_nothing_takes_the_slot_of_a_request_whose_kv_is_on_its_way():
     table.streams.on_step(
         StepOutput(reservations=[Reservation(request_id=one, blocks=(7,), num_cached_tokens=0)])
     )
-    assert table.streams.alive() == ((30, None, 1, 3),)
+    assert table.streams.alive() == ((30, UNTAKABLE, 1, 3),)
     assert not table.streams._room_for(_submit(priority=0, n=1))
     assert table.reports == reports + 1
     prefill.filled.set()
