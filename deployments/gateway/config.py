@@ -267,6 +267,12 @@ class GatewayConfig(_Strict):
 _SECRET = frozenset({"keys", "limits_store", "tracing"})
 """What stands here is not repeated: a key instead of its hash, a password, a collector's token."""
 
+_OF_NUMBERS = frozenset(
+    {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "int_from_float"}
+)
+"""Errors of a field that takes a number, which is no secret wherever it stands. A number where text
+belongs may be one that wants quotes."""
+
 
 def _explain(error: ValidationError) -> str:
     lines: list[str] = []
@@ -282,8 +288,7 @@ def _explain(error: ValidationError) -> str:
         elif detail["type"] == "missing":
             lines.append(f"user_config.{field}: missing; add it")
         else:
-            # A number is no secret, wherever it stands.
-            told = isinstance(detail["input"], int | float) or detail["loc"][0] not in _SECRET
+            told = detail["type"] in _OF_NUMBERS or detail["loc"][0] not in _SECRET
             value = f"={detail['input']!r}"[:80] if told else ""
             message = _lower(detail["msg"].removeprefix("Value error, "))
             lines.append(f"user_config.{field}{value}: {message}; correct it")

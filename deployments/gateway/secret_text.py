@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ class SecretSource(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """An environment variable of the gateway's process."""
+    """An environment variable of the gateway's process. White space around it is cut."""
 
     file: str | None = Field(default=None, min_length=1)
     """A file on the gateway's machine, such as a mounted secret. White space around it is cut."""
@@ -49,12 +50,16 @@ SecretText = Annotated[
 def read_secret(
     value: str | SecretSource, field: str, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The secret. Raises ConfigError naming the field and the place, never the content."""
+    """The secret, without white space around it.
+
+    Raises ConfigError naming the field and the place, never the content. Control characters are
+    refused: libraries that send headers repeat one that they cannot send in their errors.
+    """
     if isinstance(value, str):
-        return value
+        return _plain(value.strip(), f"{field}: the value")
     if value.env is not None:
         where = f"{field}: the environment variable {value.env}"
-        found = (os.environ if environment is None else environment).get(value.env, "")
+        found = (os.environ if environment is None else environment).get(value.env, "").strip()
     else:
         assert value.file is not None
         where = f"{field}: the file {value.file!r}"
@@ -72,4 +77,13 @@ def read_secret(
             raise ConfigError(f"{where} has more than {MAX_FILE_BYTES} bytes: that is no secret")
     if not found:
         raise ConfigError(f"{where} is empty or not there; put the secret there on every gateway")
+    return _plain(found, where)
+
+
+def _plain(found: str, where: str) -> str:
+    if any(unicodedata.category(character) == "Cc" for character in found):
+        raise ConfigError(
+            f"{where} has control characters in it, such as the end of a line: write the secret "
+            "alone, in one line"
+        )
     return found

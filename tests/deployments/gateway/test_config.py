@@ -98,6 +98,27 @@ def test_a_refusal_repeats_no_secret(config: dict[str, Any]) -> None:
     assert f"user_config.{next(iter(config))}" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tracing": {"headers": {"authorization": 8675309}}},
+        {"tracing": {"headers": 8675309}},
+        {"limits_store": 8675309},
+        {"keys": [8675309]},
+        {"keys": [{"id": "a", "sha256": 8675309, "tenant": "t"}]},
+    ],
+)
+def test_a_number_where_a_secret_belongs_is_one(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        GatewayConfig.parse(config)
+    assert "8675309" not in str(raised.value)
+
+
+def test_a_number_out_of_range_is_told_wherever_it_stands() -> None:
+    with pytest.raises(ConfigError, match=r"user_config\.tracing\.sample=7: "):
+        GatewayConfig.parse({"tracing": {"sample": 7}})
+
+
 def test_keys_of_a_refused_configuration_never_come_into_force(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
