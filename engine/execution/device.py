@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from engine.execution.copies import make_copies
 from engine.execution.graphs import DecodeGraphs
 from engine.execution.packed import PackedInputs
 from engine.execution.pool import KVPool
 from engine.models.model import Model
+from engine.request import SamplingParams
 from engine.sampling.batched import BatchedSampler
 from engine.scheduling.plan import Chunk, StepPlan, StepResult
 
@@ -63,21 +66,51 @@ class DeviceExecutor:
                 torch.cuda.current_stream(self._model.device).synchronize()
         return StepResult(dict(zip(request_ids, tokens, strict=True)))
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Compute steps of the largest size, whose KV goes to block 0, which is nobody's.
+    def warm_up(
+        self, *, max_step_tokens: int, max_context_tokens: int, max_running_requests: int
+    ) -> None:
+        """Compute steps of the largest size, whose KV goes to block 0, which is nobody's: prompts,
+        prompts beside a decode step, and as many decode steps as there may be, with their tokens.
 
         Kernels are compiled and chosen now rather than in somebody's first request, and memory that
         such a step has not got is missed now.
         """
+        most = min(max_step_tokens, max_running_requests * max_context_tokens)
+        prompts = [min(max_context_tokens, most - at) for at in range(0, most, max_context_tokens)]
+        self._try(prompts)
+        self._try([*prompts[:-1], max(1, prompts[-1] - 1), 1])
+        logits = self._try([1] * max_running_requests)
+        params = SamplingParams(max_tokens=1)
+        request_ids = [f"warm-up {i}" for i in range(max_running_requests)]
+        for i, request_id in enumerate(request_ids):
+            self._sampler.enter(request_id, replace(params, seed=i), (0,), 1)
+        with torch.inference_mode():
+            self._sampler.sample(logits.zero_(), request_ids, [1] * max_running_requests)
+        for request_id in request_ids:
+            self._sampler.leave(request_id)
+
+    def _try(self, lengths: Sequence[int]) -> Tensor:
+        """Logits of a row of each length."""
         page = self._pool.block_tokens
-        row = Chunk(request_id="", first_token=0, token_ids=(0,), blocks=(0,), sample=True)
-        for others in (0, 1):
-            length = max(1, num_tokens - others)
-            prompt = replace(row, token_ids=(0,) * length, blocks=(0,) * -(-length // page))
-            plan = StepPlan(chunks=(prompt, *(row,) * others))
-            with torch.inference_mode():
-                fields, step = self._inputs.load(plan, page, self._pool.num_blocks)
-                self._model.forward(fields.ids, fields.positions, self._pool, step)
+        chunks = [
+            Chunk(
+                request_id="",
+                first_token=0,
+                token_ids=(0,) * length,
+                blocks=(0,) * -(-length // page),
+                sample=True,
+            )
+            for length in lengths
+        ]
+        with torch.inference_mode():
+            fields, step = self._inputs.load(
+                StepPlan(chunks=tuple(chunks)), page, self._pool.num_blocks
+            )
+            logits = self._model.forward(fields.ids, fields.positions, self._pool, step)
+        if self._model.device.type == "cuda":
+            # The next step's inputs take the place of these on the host.
+            torch.cuda.current_stream(self._model.device).synchronize()
+        return logits
 
     def close(self) -> None:
         """See `Executor.close`. Nothing here outlives the objects themselves."""

@@ -65,7 +65,8 @@ def gpu_executor(
 ) -> DeviceExecutor:
     """The executor of a model on a GPU, its graphs recorded and its kernels warm.
 
-    Raises ConfigError where no attention fits, or where a step of the largest size has no memory.
+    Raises ConfigError where no attention fits, or where graphs or a step of the largest size have
+    no memory.
     """
     choose_attention(
         model,
@@ -83,19 +84,40 @@ def gpu_executor(
         )
         began = time.monotonic()
         recorded = DecodeGraphs(model, pool, buckets, CudaRecorder())
-        recorded.record()
-        torch.cuda.synchronize(model.device)
+        try:
+            recorded.record()
+            torch.cuda.synchronize(model.device)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"max_running_requests={max_running_requests}: the GPU has no memory for decode "
+                "graphs of so many beside weights and KV pool: lower it, or kv_memory_fraction or "
+                "kv_memory_bytes, or say cuda_graphs: false"
+            ) from error
         logger.info(
             "%d decode graphs recorded in %.1f s", len(buckets.shapes), time.monotonic() - began
         )
     sampler = BatchedSampler(model.vocab_size, model.eos_token_ids)
     executor = DeviceExecutor(model, pool, sampler, recorded)
     try:
-        executor.warm_up(min(max_step_tokens, max_context_tokens))
+        executor.warm_up(
+            max_step_tokens=max_step_tokens,
+            max_context_tokens=max_context_tokens,
+            max_running_requests=max_running_requests,
+        )
         torch.cuda.synchronize(model.device)
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"max_step_tokens={max_step_tokens}: the GPU has no memory for a step of so many "
-            "beside weights and KV pool: lower it, or kv_memory_fraction or kv_memory_bytes"
+            f"max_step_tokens={max_step_tokens}: the GPU has no memory for a step of so many, or "
+            f"for tokens of max_running_requests={max_running_requests} at once, beside weights "
+            "and KV pool: lower them, or kv_memory_fraction or kv_memory_bytes"
         ) from error
     return executor
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """A recording that ends early may raise for that, with the reason behind it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -125,6 +125,7 @@ class DecodeGraphs:
         self._pool = pool
         self._recorder = recorder
         self._recorded: dict[GraphShape, _Recorded] = {}
+        self._logits: Tensor | None = None  # of every recording: one set, not one for each
 
     def record(self) -> None:
         """Record every shape. They write to block 0 only, so a pool in use is safe."""
@@ -160,9 +161,21 @@ class DecodeGraphs:
             k_lens=(longest,) * shape.rows,
         )
         graph, logits = self._recorder.record(
-            lambda: self._model.forward(static.ids, static.positions, self._pool, step)
+            lambda: self._put(self._model.forward(static.ids, static.positions, self._pool, step))
         )
         return _Recorded(host, there, fields, graph, logits)
+
+    def _put(self, logits: Tensor) -> Tensor:
+        """Into the first rows of what all recordings share. The largest is the first to be run,
+        which it is before it is recorded, so that this is memory of its own."""
+        if self._logits is None:
+            with torch.inference_mode(False):
+                self._logits = torch.empty(
+                    (self.buckets.rows[-1], logits.shape[1]),
+                    dtype=logits.dtype,
+                    device=logits.device,
+                )
+        return self._logits[: logits.shape[0]].copy_(logits)
 
     def run(self, plan: StepPlan) -> Tensor | None:
         """Logits `[rows, vocab]` of a decode step; None where no recording holds it.

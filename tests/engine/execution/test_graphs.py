@@ -70,6 +70,15 @@ def test_recording_writes_to_block_0_only():
     assert not pool.data[1:].any()
 
 
+def test_all_recordings_put_their_logits_into_one_tensor(graphs):
+    recorded = graphs._recorded.values()
+    assert len({one.logits.data_ptr() for one in recorded}) == 1
+    assert {one.logits.untyped_storage().nbytes() for one in recorded} == {
+        8 * graphs._model.vocab_size * 8
+    }
+    assert all(one.logits.shape[0] == shape.rows for shape, one in graphs._recorded.items())
+
+
 def test_nan_in_block_0_stays_with_the_padding(graphs):
     graphs._pool.data[0] = float("nan")
     plan = random_plan(random.Random(5), PAGE, NUM_BLOCKS, decode=True, rows=3)

@@ -154,6 +154,68 @@ def test_a_step_that_has_no_memory_is_missed_at_start_up(stand_in, monkeypatch):
         )
 
 
+class FullRecorder(FakeRecorder):
+    def record(self, run):
+        raise torch.OutOfMemoryError("while recording")
+
+
+class BrokenRecorder(FakeRecorder):
+    def record(self, run):
+        try:
+            raise torch.OutOfMemoryError("while recording")
+        finally:
+            raise RuntimeError("the recording ended early")
+
+
+@pytest.mark.parametrize("recorder", [FullRecorder, BrokenRecorder])
+def test_graphs_that_have_no_memory_are_missed_at_start_up(stand_in, monkeypatch, recorder):
+    monkeypatch.setattr(gpu, "CudaRecorder", recorder)
+    model = Decoder(TINY_ARCHITECTURE, tiny_tensors(), dtype=torch.float32, fingerprint="")
+    with pytest.raises(ConfigError, match=r"max_running_requests=3: .* cuda_graphs: false"):
+        gpu.gpu_executor(
+            model,
+            KVPool(model.layout, 20, 256),
+            wanted="auto",
+            graphs=True,
+            max_running_requests=3,
+            max_step_tokens=600,
+            max_context_tokens=1024,
+        )
+
+
+@pytest.mark.parametrize(("context", "prompts"), [(1024, [600]), (256, [256, 256, 88])])
+def test_the_largest_steps_and_the_most_tokens_are_tried_at_start_up(
+    stand_in, monkeypatch, context, prompts
+):
+    model = Decoder(TINY_ARCHITECTURE, tiny_tensors(), dtype=torch.float32, fingerprint="")
+    forward, sample = model.forward, gpu.BatchedSampler.sample
+    steps, sampled = [], []
+
+    def spy(ids, positions, pool, step):
+        steps.append((ids.shape[0], list(step.q_lens)))
+        return forward(ids, positions, pool, step)
+
+    def spy_on_sampler(sampler, logits, request_ids, positions):
+        sampled.append(logits.shape[0])
+        return sample(sampler, logits, request_ids, positions)
+
+    monkeypatch.setattr(model, "forward", spy)
+    monkeypatch.setattr(gpu.BatchedSampler, "sample", spy_on_sampler)
+    executor = gpu.gpu_executor(
+        model,
+        KVPool(model.layout, 20, 256),
+        wanted="auto",
+        graphs=False,
+        max_running_requests=5,
+        max_step_tokens=600,
+        max_context_tokens=context,
+    )
+    beside = [*prompts[:-1], prompts[-1] - 1, 1]
+    assert steps == [(600, prompts), (600, beside), (5, [1] * 5)]
+    assert sampled == [5]
+    assert not executor._sampler._entries
+
+
 def drive(model, *, on_gpu):
     """Greedy tokens of some requests, through the whole engine."""
     settings = EngineConfig(
