@@ -31,23 +31,20 @@ from cluster.cli import emit, json_option, say
 @click.option(
     "--act-order",
     "order",
-    default="static",
-    show_default=True,
-    help="GPTQ: inputs as they are (off), the most active first (static), or groups made in that "
-    "order too (groups, stored as g_idx).",
+    help="GPTQ: inputs as they are (off), the most active first (static, the default), or groups "
+    "made in that order too (groups, stored as g_idx).",
 )
 @click.option(
     "--combine",
     is_flag=True,
     help="AWQ's scales and GPTQ's choice of codes together, in the format of --method.",
 )
-@click.option("--damping", type=float, default=0.01, show_default=True, help="GPTQ's.")
+@click.option("--damping", type=float, help="GPTQ's. Default: 0.01.")
 @click.option(
     "--correction",
     type=float,
-    default=0.5,
-    show_default=True,
-    help="GPTQ: the share of what quantising has changed so far that each matrix makes good.",
+    help="GPTQ: the share of what quantising has changed so far that each matrix makes good. "
+    "Default: 0.5.",
 )
 @click.option(
     "--calibration",
@@ -57,9 +54,7 @@ from cluster.cli import emit, json_option, say
 @click.option(
     "--calibration-tokens",
     type=click.IntRange(min=512),
-    default=16384,
-    show_default=True,
-    help="Of a longer text, this many are read, in windows spread over it.",
+    help="Of a longer text, this many are read, in windows spread over it. Default: 16384.",
 )
 @click.option(
     "--requantize",
@@ -75,12 +70,12 @@ def quantize(
     group: int,
     out: Path,
     symmetric: bool,
-    order: str,
+    order: str | None,
     combine: bool,
-    damping: float,
-    correction: float,
+    damping: float | None,
+    correction: float | None,
     calibration: Path | None,
-    calibration_tokens: int,
+    calibration_tokens: int | None,
     requantize: bool,
     threads: int | None,
     as_json: bool,

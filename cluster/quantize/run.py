@@ -36,6 +36,7 @@ Say = Callable[[str], None]
 
 WINDOW_TOKENS: Final = 512
 SHORTEST_WINDOW_TOKENS: Final = 64
+CALIBRATION_TOKENS: Final = 16384
 FEWEST_TOKENS: Final = 512
 REPORT: Final = "quality.json"
 """Beside the checkpoint: what the command printed."""
@@ -54,23 +55,47 @@ def recipe(
     bits: int = 4,
     group: int = 32,
     symmetric: bool = False,
-    order: str = "static",
-    damping: float = 0.01,
-    correction: float = 0.5,
+    order: str | None = None,
+    damping: float | None = None,
+    correction: float | None = None,
     combine: bool = False,
 ) -> Recipe:
-    """What the command's options mean. Raises ConfigError."""
+    """What the command's options mean, None where one is not given.
+
+    Raises ConfigError, for one that the method has no use for too.
+    """
+    if method == "rtn" and combine:
+        raise ConfigError(
+            "--combine does nothing with --method rtn: leave it out, or use gptq or awq"
+        )
+    if method == "rtn" or (method == "awq" and not combine):
+        way_out = "use gptq" if method == "rtn" else "add --combine, or use gptq"
+        _refuse_idle(
+            {"--act-order": order, "--damping": damping, "--correction": correction},
+            method,
+            way_out,
+        )
+        correction = 0.0
     return Recipe(
         method=method,
         bits=bits,
         group=group,
         symmetric=symmetric,
-        order=order,
-        damping=damping,
-        correction=correction,
+        order="static" if order is None else order,
+        damping=0.01 if damping is None else damping,
+        correction=0.5 if correction is None else correction,
         scales=combine,
         feedback=combine,
     )
+
+
+def _refuse_idle(options: Mapping[str, object], method: str, way_out: str) -> None:
+    """Raises ConfigError for an option that is given and does nothing."""
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option}={value} does nothing with --method {method}: leave it out, or {way_out}"
+            )
 
 
 def format_name(chosen: Recipe) -> str:
@@ -85,7 +110,7 @@ def quantize_model(
     chosen: Recipe,
     *,
     calibration: Path | None = None,
-    max_tokens: int = 16384,
+    max_tokens: int | None = None,
     requantize: bool = False,
     threads: int | None = None,
     held_out: str = HELD_OUT,
@@ -117,7 +142,7 @@ def write_quantized(
     chosen: Recipe,
     *,
     calibration: Path | None = None,
-    max_tokens: int = 16384,
+    max_tokens: int | None = None,
     requantize: bool = False,
     say: Say,
 ) -> dict[str, Any]:
@@ -127,16 +152,20 @@ def write_quantized(
 
     Raises:
         ConfigError: a model that cannot be loaded, is quantised already or does not suit the
-            recipe; a calibration text that cannot be read or is too short.
+            recipe, or whose tokenizer cannot be exported; a calibration text that cannot be read,
+            is too short or is not needed.
         ClusterError: `out` is in use or cannot be written.
     """
+    if not chosen.calibrated:
+        given = {"--calibration": calibration, "--calibration-tokens": max_tokens}
+        _refuse_idle(given, chosen.method, "use gptq or awq")
     resolved = resolve_source(source)
     _refuse_quantised(source, resolved, requantize)
     _refuse_used(out)
     began = time.monotonic()
     checkpoint = load_checkpoint(source, torch.float32)
     chosen.check(checkpoint.architecture)
-    windows = _windows(source, chosen, calibration, max_tokens)
+    windows = _windows(source, chosen, calibration, max_tokens or CALIBRATION_TOKENS)
     num_tokens = sum(map(len, windows))
     stored, config = _own_config(resolved, checkpoint.architecture)
     name = format_name(chosen)
@@ -268,6 +297,7 @@ def _write(
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
+        _copy_text(resolved, made)  # first: what fails here fails before the long part
         written = quantise_checkpoint(
             checkpoint,
             windows,
@@ -278,7 +308,6 @@ def _write(
             quantiser=f"tailrace:{importlib.metadata.version('tailrace')}",
             progress=progress,
         )
-        _copy_text(resolved, made)
         made.chmod(0o755)
         if out.is_dir():
             out.rmdir()
@@ -289,7 +318,10 @@ def _write(
 
 
 def _copy_text(resolved: Source, directory: Path) -> None:
-    """Tokenizer, chat template and generation settings."""
+    """Tokenizer, chat template and generation settings.
+
+    Raises ConfigError for a tokenizer that cannot be exported.
+    """
     path = resolved.files
     if resolved.kind == "directory":
         for name in _TEXT_FILES:
@@ -298,8 +330,14 @@ def _copy_text(resolved: Source, directory: Path) -> None:
         return
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokenizer.save_pretrained(directory)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # whatever transformers makes of the file
+        raise ConfigError(
+            f"{path}: its tokenizer cannot be exported ({error}): quantise the model from a "
+            "directory with a tokenizer.json"
+        ) from error
 
 
 def _quality(source: str, out: Path, name: str, held_out: str) -> dict[str, Any]:

@@ -130,7 +130,8 @@ class LayerQuantiser:
         self._stored = stored
         self._function = LayerFunction(architecture, torch.float32)
         self._seen = list(streams)
-        self._exact = list(streams) if recipe.correction > 0.0 else None
+        corrected = recipe.gptq_choice and recipe.correction > 0.0
+        self._exact = list(streams) if corrected else None
 
     @torch.inference_mode()
     def quantise(

@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 from cluster.bench.held_out import HELD_OUT
 from cluster.cli import commands
 from cluster.errors import ClusterError
+from cluster.quantize import run
 from cluster.quantize.calibration_text import CALIBRATION
 from cluster.quantize.run import format_name, quantize_model, recipe, table
 from engine.errors import ConfigError
 from engine.models.architecture import Architecture, Rope
+from engine.text.source import Source
 from engine.weights.load import load_checkpoint
 from engine.weights.writing import model_config, stored_tensor_name
 
@@ -118,6 +120,20 @@ def test_what_is_quantised_already_is_refused(tmp_path, source):
         (("--method", "gptq", "--bits", "5"), "bits=5: must be one of 4, 8"),
         (("--method", "gptq", "--act-order", "up"), "order='up'"),
         (("--method", "gptq", "--calibration", "nowhere.txt"), "nowhere.txt: cannot be read"),
+        (
+            ("--method", "rtn", "--combine"),
+            "--combine does nothing with --method rtn: leave it out, or use gptq or awq",
+        ),
+        (("--method", "rtn", "--act-order", "off"), "--act-order=off does nothing with --method"),
+        (("--method", "rtn", "--damping", "0.01"), "--damping=0.01 does nothing with --method rtn"),
+        (("--method", "rtn", "--calibration", "a.txt"), "--calibration=a.txt does nothing with"),
+        (("--method", "rtn", "--calibration-tokens", "512"), "--calibration-tokens=512 does not"),
+        (
+            ("--method", "awq", "--correction", "0.5"),
+            "--correction=0.5 does nothing with --method awq: leave it out, or add --combine, or "
+            "use gptq",
+        ),
+        (("--method", "awq", "--combine", "--act-order", "groups"), "order='groups': AWQ's format"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_it_is_tried(tmp_path, source, arguments, message):
@@ -127,6 +143,27 @@ def test_what_cannot_be_done_is_said_before_it_is_tried(tmp_path, source, argume
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_be_exported_is_missed_before_anything_is_quantised(
+    tmp_path, source, monkeypatch
+):
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"no model")
+    with pytest.raises(ConfigError, match=r"broken\.gguf: its tokenizer cannot be exported"):
+        run._copy_text(Source("gguf", "broken", file), tmp_path)
+
+    def refuse(resolved, directory):
+        raise ConfigError("its tokenizer cannot be exported")
+
+    def quantise(*args, **kwargs):
+        raise AssertionError("quantised all the same")
+
+    monkeypatch.setattr(run, "_copy_text", refuse)
+    monkeypatch.setattr(run, "quantise_checkpoint", quantise)
+    with pytest.raises(ConfigError, match="its tokenizer cannot be exported"):
+        quantize_model(source, tmp_path / "out", recipe("rtn"), threads=1, say=quiet)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_text_too_short_to_calibrate_with_is_refused(tmp_path, source):
