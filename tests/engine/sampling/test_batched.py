@@ -23,6 +23,9 @@ WISHES = [
     {"temperature": 0.0, "presence_penalty": 1.5},
     {"seed": 7, "logprobs": 3},
     {"temperature": 0.0, "logprobs": 1},
+    {"seed": 8, "logit_bias": ((9, 4.0), (11, -100.0))},
+    {"temperature": 0.0, "logit_bias": ((0, 50.0),), "min_tokens": 20},
+    {"seed": 9, "logit_bias": ((1, 50.0),), "min_tokens": 20},
 ]
 
 
