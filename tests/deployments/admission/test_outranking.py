@@ -117,7 +117,9 @@ class Replica:
         for rule in self.queue.tiers.rules.values():
             least = self.queue._kept_slots(self.slots).get(rule.rank, 0)
             if any(self.tiers[name] == rule.name for name in self.ran & alive - ran):
-                left = sum(self.tiers[name] == rule.name for name in ran)
+                # One that is kept and was overtaken on its way to its first step counts too.
+                yet = {name for name in self.kept & alive if name not in self.tokens}
+                left = sum(self.tiers[name] == rule.name for name in ran | yet)
                 assert left >= least, f"{rule.name} lost a slot and has {left} of {least}"
         self.ran = ran
         self.now += 1.0
