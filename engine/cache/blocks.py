@@ -233,11 +233,12 @@ class BlockManager:
         table = _Table(blocks=hits, parent=parent, num_hashed=num_whole)
         num_cached = num_whole * self._block_tokens
         source, num_copied = None, 0
-        if copies and self._shares_parts and parent is not None:
+        missing = self.config.blocks_for(num_tokens) - num_whole
+        # Fewer positions than known tokens may leave no block for a part.
+        if copies and self._shares_parts and parent is not None and missing > 0:
             source, num_copied = self._part_hit(parent, token_ids, num_cached)
         if source is not None:
             self._hold(source)
-            missing = self.config.blocks_for(num_tokens) - num_whole
             if missing > self.num_free_blocks:  # the source was the last free one
                 self._let_go((source,))
                 source, num_copied = None, 0

@@ -46,6 +46,15 @@ def test_the_longest_common_part_of_a_block_is_copied():
     manager.check()
 
 
+def test_a_table_that_ends_before_the_part_takes_none():
+    manager = make_manager()
+    computed(manager, "a", PROMPT)
+    assert manager.allocate("b", PROMPT, "", 8) == 16
+    assert manager.take_copies() == ()
+    assert len(manager.table("b")) == 2
+    manager.check()
+
+
 def test_a_block_that_is_not_full_is_found_too():
     manager = make_manager()
     theirs = computed(manager, "a", PROMPT[:5])
