@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 JOBS = (GATEWAY_JOB, RAY_JOB)
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 MUST_BE_EMPTY = {
     "tailrace_gpu_": "no replica here owns a GPU",
