@@ -58,8 +58,8 @@ def reason(expr: str) -> str | None:
 def wrong(watched: Watched, expressions: list[tuple[str, str]]) -> list[str]:
     """Those that have no value and should, or have one and should not.
 
-    Ray's agents drop for a moment what a busy process did not repeat in time, so a value may take
-    until its next report.
+    What Ray lost of a series that never changes, such as a target, is said again within a minute:
+    `RayExporter` repeats one in twelve at each export, every five seconds.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:
