@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 # Machines that run the tests have few cores, and several engines share them: threads that spin for
 # each other cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from serving import cluster  # noqa: F401 - the fixture
+
+# The same examples in every run, however long each takes: what fails here was broken by the change
+# that is tested. `pytest --hypothesis-profile=explore` looks for new ones.
+_SLOW_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeat", derandomize=True, database=None, **_SLOW_MACHINE)
+settings.register_profile("explore", **_SLOW_MACHINE)
+settings.load_profile("repeat")
