@@ -291,15 +291,26 @@ class BlockManager:
     # Copies of parts of blocks
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Copies to make before the next pass computes, in any order. Answer with
-        `settle_copies`."""
-        for copying in self._copying:
+        """Copies to make before the next pass computes, in any order, and not taken yet. Answer
+        with `settle_copies`."""
+        if not self._copying:
+            return ()
+        taken = [copying for copying in self._copying if not copying.in_flight]
+        for copying in taken:
             copying.in_flight = True
-        return tuple(copying.copy for copying in self._copying)
+        return tuple(copying.copy for copying in taken)
 
-    def settle_copies(self, *, made: bool) -> None:
-        """The copies taken last were made; or not, and those still wanted are taken again."""
-        for copying in [c for c in self._copying if c.in_flight]:
+    def settle_copies(self, copies: Sequence[BlockCopy] | None = None, *, made: bool) -> None:
+        """These copies, taken before, were made; or not, and those still wanted are taken again.
+        None: all that were taken."""
+        if copies is None:
+            settled = [c for c in self._copying if c.in_flight]
+        elif copies:
+            targets = {copy.target for copy in copies}  # held, so each is that of one copy
+            settled = [c for c in self._copying if c.copy.target in targets]
+        else:
+            return
+        for copying in settled:
             copying.in_flight = False
             if made or copying.request_id is None:
                 self._end_copy(copying)

@@ -8,12 +8,18 @@ from engine.cache.blocks import BlockCopy
 from engine.request import RequestId, SampledToken, SamplingParams
 
 
+PENDING = -1
+"""Stands for a token that the pass before this one samples, in a plan made while that one runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """A run of consecutive tokens of one request, computed in this pass.
 
     # |<---------- already in KV ---------->|<--- token_ids --->|
     # 0                                first_token    first_token + len(token_ids)
+
+    In a plan made ahead the only token may be `PENDING`.
     """
 
     request_id: RequestId
@@ -30,6 +36,11 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.first_token + len(self.token_ids)
+
+    @property
+    def pending(self) -> bool:
+        """Its token is the one that the pass before samples for this request."""
+        return self.token_ids[0] == PENDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ _NEXT: dict[State, frozenset[State]] = {
 class Tracked:
     """A request and how far it has come.
 
-    # |<- cached ->|<- computed ->|<- to compute ->|
-    # 0        num_cached    num_computed     len(token_ids)
+    # |<- cached ->|<- computed ->|<- in flight ->|<- to compute ->|
+    # 0        num_cached    num_computed     first_planned   planned_tokens
     """
 
     request: Request
@@ -84,6 +84,12 @@ class Tracked:
     """Prompt and output. Only ever appended to."""
 
     num_computed: int = 0
+    in_flight_tokens: int = 0
+    """Tokens that passes under way compute, behind `num_computed`."""
+
+    in_flight_samples: int = 0
+    """Tokens that they sample, behind `token_ids`: 0 or 1 whenever a plan is made."""
+
     num_cached: int | None = None
     """Prompt tokens found in the cache when it was first admitted."""
 
@@ -106,9 +112,31 @@ class Tracked:
         return self._known
 
     @property
+    def first_planned(self) -> int:
+        """Position that the next plan computes first: passes under way will have got this far."""
+        return self.num_computed + self.in_flight_tokens
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens that it has once the passes under way have ended."""
+        return len(self.token_ids) + self.in_flight_samples
+
+    @property
     def decoding(self) -> bool:
         """All it lacks is the KV of its last token: the next step gives it a new one."""
-        return self.num_computed + 1 == len(self.token_ids)
+        return self.first_planned + 1 == self.planned_tokens
+
+    @property
+    def ending(self) -> bool:
+        """The token that is being sampled is its last, whichever it is."""
+        if self.in_flight_samples == 0:
+            return False
+        num_tokens = self.planned_tokens
+        return (
+            self.hold_until is not None
+            or num_tokens - len(self.request.prompt_ids) >= self.request.params.max_tokens
+            or num_tokens >= self.limit_tokens
+        )
 
     @property
     def preemptible(self) -> bool:

@@ -8,6 +8,12 @@ Blocks for a whole prompt are reserved at admission: two half-computed giants wo
 for each other for ever. When a running request cannot get its next block, the least urgent one
 (it may be the same) gives all of its blocks up and goes back to the queue; it keeps its tokens, and
 most of its KV is usually still in the prefix cache when it returns.
+
+A plan may be made ahead, while the pass before it still runs, on what is sure of that pass: how far
+it computes, and that each request it samples for has one token more, whichever it is (`PENDING`),
+and does not end with it unless by its length. Who ends all the same is computed for nothing, and
+keeps its blocks until that is over. A plan that would have to take blocks from somebody is not made
+ahead: the pass under way may use them.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from engine.errors import Overloaded, RequestError
 from engine.request import FinishReason, Request, RequestId, SampledToken
 from engine.scheduling.cost import StepCost, StepWork, prompt_work, row_work
 from engine.scheduling.pacing import Demand, Stream, pace
-from engine.scheduling.plan import Chunk, Entered, StepPlan, StepResult
+from engine.scheduling.plan import PENDING, Chunk, Entered, StepPlan, StepResult
 from engine.scheduling.requests import State, Tracked
 from engine.scheduling.waiting import WaitingQueue
 
@@ -66,6 +72,12 @@ class _Step:
     skipped: frozenset[RequestId]
     """Streams that sit this step out."""
 
+    ahead: bool
+    """Another pass is under way."""
+
+    premature: bool = False
+    """What that pass uses, or will give back, is needed: the step is to be planned after it."""
+
     scheduled: dict[RequestId, tuple[Tracked, int]] = field(
         default_factory=lambda: dict[RequestId, tuple[Tracked, int]]()
     )
@@ -94,11 +106,22 @@ class _Step:
         return max((t for t in prompts if t.level > level), key=lambda t: t.rank, default=None)
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A plan that is neither committed nor given up."""
+
+    plan: StepPlan
+    ids: frozenset[RequestId]
+    work: StepWork
+    planned_at: float
+
+
 class Scheduler:
     """Continuous batching over one block manager, which no one else allocates from.
 
-    The caller alternates `plan` and `commit`; every other method may be called at any moment, also
-    between the two, while the planned pass is running. `now` is any clock that only runs forwards.
+    The caller alternates `plan` and `commit`, or plans once more before it commits; every other
+    method may be called at any moment, also between the two, while the planned pass is running.
+    `now` is any clock that only runs forwards.
 
     A sequence ends at `max_context_tokens` or at what the whole KV pool holds, whichever is less.
     """
@@ -123,14 +146,13 @@ class Scheduler:
         self._running: list[Tracked] = []  # by rank
         self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
         self._aged: list[tuple[RequestId, int]] = []  # not yet taken
-        self._in_flight: StepPlan | None = None
-        self._in_flight_ids: frozenset[RequestId] = frozenset()
+        self._flights: list[_Flight] = []  # oldest first, at most two
         self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
         self._preempted: list[RequestId] = []  # not yet announced in a plan
         self._left: list[RequestId] = []  # not yet announced in a plan
         self.cost = StepCost()
-        self._work = StepWork()  # of the plan in flight
-        self._planned_at = 0.0
+        self.num_discarded_rows = 0
+        """Tokens sampled for requests that had ended."""
 
     @property
     def config(self) -> SchedulerConfig:
@@ -164,7 +186,7 @@ class Scheduler:
         again after an event (an arrival, an end, a lease released or expired).
         """
         return (
-            self._in_flight is not None
+            bool(self._flights)
             or any(not tracked.paused for tracked in self._running)
             or self._waiting.most_urgent() is not None
         )
@@ -226,14 +248,14 @@ class Scheduler:
     def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
         """End a request now, whatever it is doing. False: it is unknown or has ended already.
 
-        If the pass in flight computes it, its blocks are freed at `commit` and its token is
-        dropped. An import into its blocks must have been stopped before.
+        If passes in flight compute it, its blocks are freed at the last one's `commit` and its
+        tokens are dropped. An import into its blocks must have been stopped before.
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
             return False
         self._end(tracked, reason)
-        if request_id in self._in_flight_ids:
+        if self._flies(request_id):
             self._deferred[request_id] = tracked
         else:
             self._release(tracked)
@@ -333,16 +355,17 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Choose what the next pass computes. None: nothing can be computed now.
 
-        The caller executes the plan and answers with `commit` or `abandon` before it plans again.
+        The caller executes the plan and answers with `commit` or `abandon`. Before that it may plan
+        once more, ahead: None then also where the step has to wait for that pass to be planned.
         """
-        assert self._in_flight is None, "the last plan was not committed"
+        assert len(self._flights) < 2, "two plans are neither committed nor abandoned"
         step = self._begin_step(now)
         self._plan_running(step)
         # Blocks taken from one request to keep others running are not for a newcomer, unless
         # nobody is left to use them.
         if not step.preempted or not step.scheduled:
             self._plan_waiting(step)
-        if not step.scheduled:
+        if step.premature or not step.scheduled:
             return None
         plan = StepPlan(
             chunks=tuple(self._chunk(t, n) for t, n in step.scheduled.values()),
@@ -353,34 +376,63 @@ class Scheduler:
         )
         self._preempted.clear()
         self._left.clear()
-        self._in_flight = plan
-        self._in_flight_ids = frozenset(step.scheduled)
-        self._work, self._planned_at = _work_of(step.scheduled.values()), now
+        work = _work_of(step.scheduled.values())
+        for tracked, num_tokens in step.scheduled.values():
+            tracked.in_flight_samples += tracked.first_planned + num_tokens == (
+                tracked.planned_tokens
+            )
+            tracked.in_flight_tokens += num_tokens
+        self._flights.append(_Flight(plan, frozenset(step.scheduled), work, now))
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Committed]:
-        """Take in what a pass produced, in the order of the plan's chunks."""
-        deferred = self._land(plan)
-        self.blocks.settle_copies(made=True)
-        self.cost.observe(self._work, max(0.0, now - self._planned_at))
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float, *, took_s: float | None = None
+    ) -> list[Committed]:
+        """Take in what the oldest pass produced, in the order of the plan's chunks.
+
+        took_s: how long it ran, where that is not the time since it was planned.
+        """
+        flight = self._land(plan)
+        self.blocks.settle_copies(plan.copies, made=True)
+        seconds = now - flight.planned_at if took_s is None else took_s
+        self.cost.observe(flight.work, max(0.0, seconds))
         committed: list[Committed] = []
         for chunk in plan.chunks:
-            ended = deferred.get(chunk.request_id)
+            ended = self._deferred.get(chunk.request_id)
             tracked = ended or self._requests[chunk.request_id]
-            tracked.num_computed = chunk.end
-            self.blocks.commit(chunk.request_id, tracked.token_ids, chunk.end)
+            self._come_down(tracked, chunk)
+            # Who ended before its last token was known has KV of one token more than it knows.
+            tracked.num_computed = min(chunk.end, len(tracked.token_ids))
+            self.blocks.commit(chunk.request_id, tracked.token_ids, tracked.num_computed)
             if ended is not None:
-                self._release(ended)
+                self.num_discarded_rows += chunk.sample
+                self._release_deferred(ended)
             elif chunk.sample:
                 committed.append(self._append(tracked, result.tokens[chunk.request_id]))
         return committed
 
     def abandon(self, plan: StepPlan) -> None:
-        """The pass failed: none of its tokens count, and its requests want the same ones again."""
-        deferred = self._land(plan)
-        self.blocks.settle_copies(made=False)
-        for tracked in deferred.values():
-            self._release(tracked)
+        """The only pass failed: none of its tokens count, and its requests want the same ones
+        again."""
+        assert len(self._flights) == 1, "the plan made ahead of it was not recalled"
+        self._land(plan)
+        self.blocks.settle_copies(plan.copies, made=False)
+        self._ground(plan)
+
+    def recall(self, plan: StepPlan) -> None:
+        """The newest pass, planned ahead, has not begun and will not: take its plan back."""
+        flight = self._flights.pop()
+        assert plan is flight.plan, "this plan is not the one made last"
+        self.blocks.settle_copies(plan.copies, made=False)
+        self._ground(plan)
+        entered = {each.request_id for each in plan.entered}
+        for request_id in entered:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.entered = False
+        # Nobody heard of those who entered with this plan, so they need not be said to have left.
+        self._left[:] = [*plan.left, *(r for r in self._left if r not in entered)]
+        self._preempted[:] = [*plan.preempted, *self._preempted]
 
     def check(self) -> None:
         """Assert every invariant, those of the block manager included."""
@@ -400,8 +452,16 @@ class Scheduler:
         assert self._reservations.keys() <= self._remote.keys(), (
             "a reservation outlived its request"
         )
-        assert self._deferred.keys() <= self._in_flight_ids, "blocks wait for a pass that is over"
+        flying = {request_id for flight in self._flights for request_id in flight.ids}
+        assert self._deferred.keys() <= flying, "blocks wait for a pass that is over"
         for request_id, tracked in self._requests.items():
+            flown = [c for f in self._flights for c in f.plan.chunks if c.request_id == request_id]
+            assert tracked.in_flight_tokens == sum(len(c.token_ids) for c in flown), (
+                f"{request_id}: tokens in flight"
+            )
+            assert tracked.in_flight_samples == sum(c.sample for c in flown), (
+                f"{request_id}: samples in flight"
+            )
             if request_id in waiting:
                 assert tracked.state in (State.WAITING, State.PREEMPTED), f"{request_id}: state"
                 assert tracked.num_computed == 0, f"{request_id}: computed without blocks"
@@ -410,7 +470,7 @@ class Scheduler:
                 admitted = State.RUNNING if request_id in running else State.WAITING_REMOTE_KV
                 assert tracked.state is admitted, f"{request_id}: state"
                 held = len(self.blocks.table(request_id)) * self.blocks.config.block_tokens
-                assert tracked.num_computed <= held, f"{request_id}: computed beyond its blocks"
+                assert tracked.first_planned <= held, f"{request_id}: computed beyond its blocks"
             assert tracked.num_computed < len(tracked.token_ids), (
                 f"{request_id}: nothing to compute"
             )
@@ -420,14 +480,15 @@ class Scheduler:
     def _begin_step(self, now: float) -> _Step:
         """An empty step with the budgets that the targets of requests allow."""
         most = self.config.max_step_tokens
+        ahead = bool(self._flights)
         if not self.config.pacing or all(t.itl_s is None for t in self._running):
-            return _Step(now, most, most, frozenset())
-        decoding = [t for t in self._running if t.decoding and not t.paused]
+            return _Step(now, most, most, frozenset(), ahead)
+        decoding = [t for t in self._running if t.decoding and not t.paused and not t.ending]
         streams = [
             Stream(
                 t.level,
                 t.itl_s,
-                row_work(len(t.token_ids)),
+                row_work(t.planned_tokens),
                 0.0 if t.skipped_since is None else now - t.skipped_since,
             )
             for t in decoding
@@ -447,14 +508,14 @@ class Scheduler:
             elif tracked.skipped_since is None:
                 tracked.skipped_since = now
         skipped = frozenset(decoding[i].request_id for i in decided.skipped)
-        return _Step(now, most, decided.prompt_tokens, skipped)
+        return _Step(now, most, decided.prompt_tokens, skipped, ahead)
 
     def _demands(self, now: float) -> Iterable[Demand]:
         """Prompts in sight: those that run, and the first that wait."""
         for t in self._running:
             if not t.decoding and not t.paused:
-                left = len(t.token_ids) - t.num_computed
-                yield Demand(t.level, left, t.due_s, t.num_computed)
+                left = t.planned_tokens - t.first_planned
+                yield Demand(t.level, left, t.due_s, t.first_planned)
         for t in islice(self._waiting, _LOOK_AHEAD):
             if not t.remote and not t.paused:
                 yield Demand(self._waiting.aged_priority(t, now), len(t.token_ids), t.due_s)
@@ -467,13 +528,17 @@ class Scheduler:
                 return
             if tracked.paused or tracked.state is not State.RUNNING:  # or preempted a moment ago
                 continue
+            if tracked.ending:
+                continue
             if tracked.request_id in step.skipped:
                 continue
             num_tokens = self._share(tracked, step)
             if num_tokens == 0:
                 continue
-            if self._extend(tracked, tracked.num_computed + num_tokens, step):
+            if self._extend(tracked, tracked.first_planned + num_tokens, step):
                 step.schedule(tracked, num_tokens)
+            elif step.premature:
+                return
 
     def _extend(self, tracked: Tracked, num_tokens: int, step: _Step) -> bool:
         """Get blocks for `num_tokens` positions, at the cost of less urgent requests.
@@ -482,6 +547,9 @@ class Scheduler:
         full serves nobody.
         """
         while not self.blocks.extend(tracked.request_id, num_tokens):
+            if step.ahead:
+                step.premature = True
+                return False
             victim = max(
                 (t for t in self._running if t.hold_until is None),
                 key=lambda t: (t.request.preemptible, t.level, t.paused, t.arrival),
@@ -492,7 +560,13 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, step: _Step) -> None:
-        while (tracked := self._waiting.first(step.now)) is not None:
+        self._admit_waiting(step)
+        # Those who end with the pass under way leave their slots and blocks to the next in line.
+        if step.ahead and any(t.ending for t in self._running):
+            step.premature |= self._waiting.first(step.now) is not None
+
+    def _admit_waiting(self, step: _Step) -> None:
+        while not step.premature and (tracked := self._waiting.first(step.now)) is not None:
             if step.room == 0 and not tracked.remote:
                 level = self._waiting.aged_priority(tracked, step.now)
                 if step.outranked(level) is None:
@@ -541,6 +615,9 @@ class Scheduler:
             freeing=[t.request_id for t in victims],
         ):
             return False
+        if step.ahead:
+            step.premature = True
+            return False
         for victim in sorted(victims, key=lambda t: (t.level, t.paused, t.arrival), reverse=True):
             self._preempt(victim, step)
             if self._admit(tracked, step):
@@ -549,21 +626,22 @@ class Scheduler:
 
     def _share(self, tracked: Tracked, step: _Step) -> int:
         """Tokens of this request that the step computes."""
-        wanted = len(tracked.token_ids) - tracked.num_computed
+        wanted = tracked.planned_tokens - tracked.first_planned
         room = step.budget if wanted == 1 else step.room
         return min(wanted, room, self.config.max_chunk_tokens)
 
     def _chunk(self, tracked: Tracked, num_tokens: int) -> Chunk:
-        first = tracked.num_computed
+        first = tracked.first_planned
         end = first + num_tokens
+        known = tuple(tracked.token_ids[first:end])
         table = self.blocks.table(tracked.request_id)
         num_blocks = self.blocks.config.blocks_for(end)
         return Chunk(
             request_id=tracked.request_id,
             first_token=first,
-            token_ids=tuple(tracked.token_ids[first:end]),
+            token_ids=known or (PENDING,),
             blocks=table if len(table) == num_blocks else table[:num_blocks],
-            sample=end == len(tracked.token_ids),
+            sample=end == tracked.planned_tokens,
         )
 
     def _enter(self, tracked: Tracked) -> Entered:
@@ -641,7 +719,11 @@ class Scheduler:
         finish = tracked.append(token.token_id, self._eos_token_ids)
         if finish is not None:
             self._end(tracked, finish)
-            self.blocks.free(tracked.request_id)  # a lease on them stays: the hand-over begins
+            if self._flies(tracked.request_id):
+                self._deferred[tracked.request_id] = tracked
+            else:
+                # A lease on them stays: the hand-over begins.
+                self.blocks.free(tracked.request_id)
         return Committed(
             request_id=tracked.request_id,
             token=token,
@@ -676,12 +758,33 @@ class Scheduler:
             tracked.entered = False
             self._left.append(tracked.request_id)
 
-    def _land(self, plan: StepPlan) -> dict[RequestId, Tracked]:
-        assert plan is self._in_flight, "this plan is not the one in flight"
-        self._in_flight = None
-        self._in_flight_ids = frozenset()
-        deferred, self._deferred = self._deferred, {}
-        return deferred
+    def _flies(self, request_id: RequestId) -> bool:
+        """Does a pass that is planned or under way compute it?"""
+        return any(request_id in flight.ids for flight in self._flights)
+
+    def _land(self, plan: StepPlan) -> _Flight:
+        assert self._flights, "no plan is in flight"
+        flight = self._flights.pop(0)
+        assert plan is flight.plan, "this plan is not the oldest in flight"
+        return flight
+
+    def _come_down(self, tracked: Tracked, chunk: Chunk) -> None:
+        tracked.in_flight_tokens -= len(chunk.token_ids)
+        tracked.in_flight_samples -= chunk.sample
+
+    def _ground(self, plan: StepPlan) -> None:
+        """None of the plan's chunks is computed."""
+        for chunk in plan.chunks:
+            ended = self._deferred.get(chunk.request_id)
+            self._come_down(ended or self._requests[chunk.request_id], chunk)
+            if ended is not None:
+                self._release_deferred(ended)
+
+    def _release_deferred(self, ended: Tracked) -> None:
+        """Free what it holds, unless another pass computes it."""
+        if not self._flies(ended.request_id):
+            del self._deferred[ended.request_id]
+            self._release(ended)
 
     def _set_paused(self, request_id: RequestId, paused: bool) -> bool:
         tracked = self._requests.get(request_id)
@@ -719,9 +822,9 @@ def _work_of(scheduled: Iterable[tuple[Tracked, int]]) -> StepWork:
     for tracked, num_tokens in scheduled:
         if num_tokens == 1:
             rows += 1
-            reads += tracked.num_computed + 1
+            reads += tracked.first_planned + 1
         else:
-            part = prompt_work(tracked.num_computed, num_tokens)
+            part = prompt_work(tracked.first_planned, num_tokens)
             prompt_tokens += part.prompt_tokens
             reads += part.reads
     return StepWork(rows, prompt_tokens, reads)

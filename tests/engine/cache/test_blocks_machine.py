@@ -42,9 +42,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.running[request_id][2] = num_computed
         self.manager.commit(request_id, tokens, num_computed)
 
-    def execute(self, made=True):
-        """A step: its copies are made, or it fails."""
-        for copy in self.manager.take_copies():
+    def execute(self, made=True, taken=()):
+        """A step: its copies are made, or it fails. Some may be taken already."""
+        for copy in (*taken, *self.manager.take_copies()):
             if made:
                 salt, content = self.written[copy.source]
                 start = (len(content) - 1) // self.block_tokens * self.block_tokens
@@ -136,7 +136,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.free(request_id)
         busy = {b for copy in taken for b in (copy.source, copy.target)}
         assert not busy & {*self.manager._blank, *self.manager._evictable}
-        self.execute()
+        assert self.manager.take_copies() == ()
+        self.execute(taken=taken)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), after=st.integers(1, 5))
