@@ -6,11 +6,13 @@ The tiny decoder in float64, where the ranks' sums move logits by 1e-15 only, at
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,17 +228,38 @@ def wait_until(true, within_s=20.0):
         time.sleep(0.02)
 
 
-async def test_two_ranks_feed_four_and_the_reverse(alone):
-    """Four ranks hold each of the two KV heads twice: both copies are written, one is read."""
-    two, four = build(2, 1), build(4, 1, page=16)
-    try:
-        for number, request in enumerate(workload()):
-            sides = (two, four) if number % 2 else (four, two)
-            assert await pull(*sides, request) == alone[request.request_id]
-    finally:
-        for built in (two, four):
-            built.engine.close()
-            built.pool.close()
+SIZES = {(1, 1): 16, (2, 1): 8, (1, 2): 4, (2, 2): 8, (4, 1): 16}
+"""Ranks that share a layer, stages, and tokens of a block. Four ranks hold each of the two KV heads
+twice: both copies are written, one is read."""
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    """An engine of each size, all at once."""
+    with ThreadPoolExecutor() as pool:
+        started = {
+            size: pool.submit(build, *size, page=page, num_blocks=100)
+            for size, page in SIZES.items()
+        }
+    built = {size: engine.result() for size, engine in started.items()}
+    yield built
+    for each in built.values():
+        each.engine.close()
+        if each.ranks is not None:
+            each.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    list(itertools.permutations(SIZES, 2)),
+    ids=lambda size: f"{size[0]}x{size[1]}",
+)
+async def test_prefill_feeds_decode_of_any_other_size(sizes, alone, prefill, decode):
+    for request in workload()[1:4]:
+        salted = replace(request, salt=f"{prefill} {decode}")  # nothing of it is cached yet
+        tokens = await pull(sizes[prefill], sizes[decode], salted)
+        assert tokens == alone[request.request_id]
+    assert sizes[prefill].engine.stats().num_leases == 0
 
 
 def test_ranks_that_cannot_start_say_why():
