@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.models.architecture import Architecture
 from engine.quantisation.calibration import LayerQuantiser, Measured, embedded
 from engine.quantisation.recipe import Recipe
@@ -30,7 +31,7 @@ class Written:
     measured: tuple[Measured, ...]
     num_bytes: int
     num_bytes_before: int
-    """What the same tensors take in the dtype that the rest is stored in."""
+    """What the same tensors take in the model's own dtype."""
 
     kept: tuple[str, ...]
     """What was not quantised, in words."""
@@ -42,6 +43,15 @@ def file_format(recipe: Recipe) -> Method:
         return recipe.method  # pyright: ignore[reportReturnType]
     # int-quantized is for rounded activations too, by what compressed-tensors makes of it.
     return "pack-quantized"
+
+
+def stored_dtype(method: Method, own: torch.dtype) -> torch.dtype:
+    """What is not quantised is stored in this; own: the model's.
+
+    AutoGPTQ and AutoAWQ load a model in float16 before anything else, so that scales and the rest
+    are float16, `config.json` says so, and their kernels compute in it (`WQLinear_GEMM`).
+    """
+    return torch.float16 if method in ("gptq", "awq") else own
 
 
 def quantise_checkpoint(
@@ -59,14 +69,17 @@ def quantise_checkpoint(
 
     checkpoint: with tensors in float32. windows: token ids of the calibration text, each sequence
     by itself. config: the model's own `config.json`, to which the quantisation is added. stored:
-    the dtype of what is not quantised. quantiser: name and version, for the record. progress:
-    called behind each layer with its number from 1, their number, and how its matrices came out.
+    the model's dtype, in which the rest is stored where the format has none of its own. quantiser:
+    name and version, for the record. progress: called behind each layer with its number from 1,
+    their number, and how its matrices came out.
 
-    Raises ConfigError where the recipe does not suit the model.
+    Raises ConfigError where the recipe, or the format's dtype, does not suit the model.
     """
     architecture = checkpoint.architecture
     recipe.check(architecture)
     method = file_format(recipe)
+    before = stored
+    stored = stored_dtype(method, before)
     measured: list[Measured] = []
     shapes = architecture.tensor_shapes()
     with SafetensorsFile(directory / "model.safetensors", len(shapes) * _MOST_PARTS) as file:
@@ -83,7 +96,8 @@ def quantise_checkpoint(
             }
             plain, matrices, came_out = layers.quantise(i, layer)
             for part, tensor in plain.items():
-                file.add(stored_tensor_name(f"{at}.{part}"), tensor.to(stored))
+                name = stored_tensor_name(f"{at}.{part}")
+                file.add(name, _narrowed(name, tensor, stored))
             for part, matrix in matrices.items():
                 for end, tensor in pack(matrix, method).items():
                     file.add(f"{stored_name(f'{at}.{part}')}.{end}", tensor)
@@ -98,14 +112,17 @@ def quantise_checkpoint(
         damping=recipe.damping,
         quantiser=quantiser,
     )
+    # `torch_dtype` is its name before transformers 5.
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+    named = dict.fromkeys(names, str(stored).removeprefix("torch."))
     (directory / "config.json").write_text(
-        json.dumps({**config, "quantization_config": section}, indent=1) + "\n"
+        json.dumps({**config, **named, "quantization_config": section}, indent=1) + "\n"
     )
     return Written(
         measured=tuple(measured),
         num_bytes=file.num_bytes,
         num_bytes_before=sum(
-            stored.itemsize * torch.Size(shape).numel() for shape in shapes.values()
+            before.itemsize * torch.Size(shape).numel() for shape in shapes.values()
         ),
         kept=kept_whole(architecture),
     )
@@ -125,4 +142,15 @@ def kept_whole(architecture: Architecture) -> tuple[str, ...]:
 def _top(checkpoint: Checkpoint, stored: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.architecture.tensor_shapes():
         if not name.startswith("layers."):
-            yield stored_tensor_name(name), checkpoint.tensors[name].to(stored)
+            at = stored_tensor_name(name)
+            yield at, _narrowed(at, checkpoint.tensors[name], stored)
+
+
+def _narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    narrow = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(narrow).all():
+        raise ConfigError(
+            f"{name} has {float(tensor.abs().max()):g}, and GPTQ and AWQ are stored in float16, "
+            f"at most {torch.finfo(dtype).max:g}: use --method rtn"
+        )
+    return narrow

@@ -175,6 +175,7 @@ def test_what_is_loaded_again_is_what_was_chosen(tmp_path, monkeypatch, name):
     (tmp_path / "tokenizer.json").write_text("{}")
     again = load_checkpoint(str(tmp_path), torch.float32)
     assert replace(again.architecture) == ARCHITECTURE
+    kept_in = torch.bfloat16 if recipe.method == "rtn" else torch.float16
     for layer in range(2):
         for part in PARTS:
             at = f"layers.{layer}.{part}"
@@ -185,14 +186,63 @@ def test_what_is_loaded_again_is_what_was_chosen(tmp_path, monkeypatch, name):
             assert torch.equal(coded.expand(torch.float32), want.expand(torch.float32)), at
         for part in ("attn_norm", "mlp_norm", "q.bias", "k.bias", "v.bias"):
             at = f"layers.{layer}.{part}"
-            assert torch.equal(again.tensors[at], chosen[at].bfloat16().float()), at
+            assert torch.equal(again.tensors[at], chosen[at].to(kept_in).float()), at
     for top in ("embed", "norm"):
-        assert torch.equal(again.tensors[top], checkpoint.tensors[top]), top
+        want = checkpoint.tensors[top].to(kept_in).float()
+        assert torch.equal(again.tensors[top], want), top
     loaded = load_model(ModelConfig(name="m", source=str(tmp_path), dtype="float32"))
     assert loaded.vocab_size == 48
     section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     expected = {"gptq": "gptq", "awq": "awq", "rtn": "compressed-tensors"}
     assert section["quant_method"] == expected[recipe.method]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_one_float_type_is_in_the_file_and_in_its_config(tmp_path, method, key):
+    from safetensors.torch import load_file
+
+    checkpoint, windows = model()
+    config = model_config(ARCHITECTURE, torch.bfloat16)
+    del config["torch_dtype"]
+    quantise_checkpoint(
+        checkpoint,
+        windows,
+        Recipe(method=method, group=32),
+        tmp_path,
+        config={**config, key: "bfloat16"},
+        stored=torch.bfloat16,
+        quantiser="test:1",
+        progress=lambda done, of, measured: None,
+    )
+    state = load_file(tmp_path / "model.safetensors")
+    scales = {t.dtype for name, t in state.items() if name.endswith(("scales", "weight_scale"))}
+    rest = {t.dtype for name, t in state.items() if name.endswith(".weight")}
+    rest |= {t.dtype for name, t in state.items() if name.endswith(".bias")}
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert {key, "torch_dtype" if key == "dtype" else "dtype"} & set(said) == {key}
+    # AutoGPTQ and AutoAWQ know float16 alone.
+    kept_in = torch.bfloat16 if method == "rtn" else torch.float16
+    assert rest == {kept_in}
+    assert said[key] == str(kept_in).removeprefix("torch.")
+    assert scales == {torch.float16}
+
+
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
+    checkpoint, windows = model()
+    tensors = dict(checkpoint.tensors)
+    tensors["norm"] = torch.full_like(tensors["norm"], 70000.0)
+    with pytest.raises(ConfigError, match=r"model.norm.weight has 70000.*at most 65504: use"):
+        quantise_checkpoint(
+            replace(checkpoint, tensors=tensors),
+            windows,
+            Recipe(method="gptq", group=32),
+            tmp_path,
+            config=model_config(ARCHITECTURE, torch.bfloat16),
+            stored=torch.bfloat16,
+            quantiser="test:1",
+            progress=lambda done, of, measured: None,
+        )
 
 
 def test_others_read_the_file_as_safetensors(tmp_path):
@@ -211,9 +261,8 @@ def test_others_read_the_file_as_safetensors(tmp_path):
     )
     state = load_file(tmp_path / "model.safetensors")
     assert state["model.layers.1.mlp.down_proj.qweight"].shape == (96 // 8, 64)
-    assert state["model.layers.0.self_attn.q_proj.bias"].dtype == torch.bfloat16
     assert "lm_head.weight" not in state
-    assert torch.equal(state["model.embed_tokens.weight"].float(), checkpoint.tensors["embed"])
+    assert torch.equal(state["model.embed_tokens.weight"], checkpoint.tensors["embed"].half())
 
 
 def test_a_model_that_the_recipe_does_not_suit_is_refused_before_anything_is_written(tmp_path):
