@@ -405,14 +405,17 @@ class RayExporter:
       middles of the buckets: slower here and wrong there.
 
     Ray repeats the last value while the process lives and forgets it two reporting intervals later.
-    What it got before its agent listened is lost, so all is said again at the exports 2, 4 and 8;
-    from then on each export repeats one series in `REPEAT_EVERY`.
+    What it got before its agent listened is lost, and an agent on a busy machine may take a minute
+    to listen: each export repeats one series in `REPEAT_EVERY`, and each of the first
+    `EARLY_EXPORTS` one in `REPEAT_EARLY`.
 
     tags: put on every series; name the replica here, as Ray's agent keeps processes apart only by
     worker id. Not to be called on the hot path: a few microseconds a changed series or bucket.
     """
 
     REPEAT_EVERY = 12
+    REPEAT_EARLY = 3
+    EARLY_EXPORTS = 24
 
     def __init__(
         self, registry: Registry, tags: Mapping[str, str], ray_metrics: RayMetrics | None = None
@@ -428,8 +431,9 @@ class RayExporter:
     def export(self) -> None:
         """Bring Ray's figures up to date with the registry."""
         self._exports = turn = self._exports + 1
+        every = self.REPEAT_EARLY if turn <= self.EARLY_EXPORTS else self.REPEAT_EVERY
         for number, (metric, values, series) in enumerate(self._registry.series()):
-            self._again = turn in (2, 4, 8) or (number - turn) % self.REPEAT_EVERY == 0
+            self._again = (number - turn) % every == 0
             if isinstance(series, Histogram):
                 self._export_histogram(metric, values, series)
             else:

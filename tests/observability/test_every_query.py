@@ -24,7 +24,8 @@ pytestmark = pytest.mark.cluster
 
 JOBS = (GATEWAY_JOB, RAY_JOB)
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
+"""Ray's agents are ten seconds late by themselves, and on a busy machine minutes."""
 
 MUST_BE_EMPTY = {
     "tailrace_gpu_": "no replica here owns a GPU",
@@ -58,8 +59,7 @@ def reason(expr: str) -> str | None:
 def wrong(watched: Watched, expressions: list[tuple[str, str]]) -> list[str]:
     """Those that have no value and should, or have one and should not.
 
-    What Ray lost of a series that never changes, such as a target, is said again within a minute:
-    `RayExporter` repeats one in twelve at each export, every five seconds.
+    What Ray lost of a series that never changes, such as a target, is said again within a minute.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+from virtual_time import in_virtual_time
+
 from cluster.bench.client import StreamResult
 from cluster.bench.loads import Ask, arrivals, at_times, closed_loop, poisson_times
 
@@ -34,6 +37,7 @@ class Recorder:
 ASKS = [Ask(max_tokens=i) for i in range(10)]
 
 
+@in_virtual_time
 async def test_a_closed_loop_never_has_more_under_way_than_it_may():
     target = Recorder()
     results = await closed_loop(target, ASKS, 3)
@@ -43,12 +47,14 @@ async def test_a_closed_loop_never_has_more_under_way_than_it_may():
     assert target.order == list(range(10))
 
 
+@in_virtual_time
 async def test_a_closed_loop_of_one_asks_one_after_the_other():
     target = Recorder()
     await closed_loop(target, ASKS, 1)
     assert target.most == 1
 
 
+@in_virtual_time
 async def test_a_burst_has_everyone_under_way_at_once():
     target = Recorder()
     results = await arrivals(target, ASKS, 0.0)
@@ -57,19 +63,25 @@ async def test_a_burst_has_everyone_under_way_at_once():
     assert target.warmed == [10]
 
 
+@in_virtual_time
 async def test_spread_arrivals_keep_their_order_and_their_distance():
     target = Recorder()
     await arrivals(target, ASKS, 0.1)
     assert target.order == list(range(10))
-    assert target.started_s[9] - target.started_s[0] >= 0.089
+    first_s = target.started_s[0]
+    assert [target.started_s[i] - first_s for i in range(10)] == pytest.approx(
+        [i * 0.01 for i in range(10)]
+    )
 
 
+@in_virtual_time
 async def test_an_open_loop_sends_each_at_its_time_in_whatever_order_they_are_given():
     target = Recorder()
     results = await at_times(target, ASKS[:3], [0.04, 0.0, 0.02])
     assert target.order == [1, 2, 0]
     assert [result.text for result in results] == ["0", "1", "2"]
-    assert target.started_s[0] - target.started_s[2] > 0
+    assert target.started_s[0] - target.started_s[1] == pytest.approx(0.04)
+    assert target.started_s[2] - target.started_s[1] == pytest.approx(0.02)
 
 
 def test_poisson_arrivals_are_in_order_within_their_time_and_as_many_as_the_rate_says():

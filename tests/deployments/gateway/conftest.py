@@ -173,7 +173,7 @@ class Gateway:
     state: GatewayState
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
-        options = {"max_retries": 0, "timeout": 20.0} | options
+        options = {"max_retries": 0, "timeout": 120.0} | options
         return openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", **options
         )
@@ -192,7 +192,7 @@ class Gateway:
         lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in head.items())]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         try:
-            return Reply.parse(await asyncio.wait_for(reader.read(), 20))
+            return Reply.parse(await asyncio.wait_for(reader.read(), 120))
         finally:
             writer.close()
             with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ class Gateway:
 
     async def settle(self) -> None:
         """Until no request is being answered."""
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 120
         while any(self.state.inflight.values()):
             assert time.monotonic() < limit, "a request never ended"
             await asyncio.sleep(0.005)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -520,10 +521,11 @@ async def test_the_phases_so_far_are_told_as_server_timing(
 
     gateway.backend.before_open = half_a_second
     body = {"model": "tiny", "messages": HELLO, "prompt": "hello", "stream": stream}
+    began = time.monotonic()
     reply = await gateway.post(path, body)
     entries = [entry.split(";dur=") for entry in reply.headers["server-timing"].split(", ")]
     assert [name for name, _ in entries] == list(PHASES if not stream else PHASES[:-1])
     times = {name: float(duration) for name, duration in entries}
     assert all(duration.partition(".")[2].isdigit() for _, duration in entries)
-    assert 500 <= times["queue"] < 5000
-    assert times["tokenize"] < 500
+    assert times["queue"] >= 500
+    assert sum(times.values()) < 1000 * (time.monotonic() - began) + 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from typing import Any
 
 import openai
 import pytest
+from pace import at_some_pace
 
 from deployments.gateway.events import Disconnected, replay
 from deployments.link.messages import StreamEvent
@@ -51,7 +53,7 @@ async def test_a_client_that_leaves_cancels_its_stream(
         await asyncio.sleep(0.005)
     assert gateway.backend.streams[0].closed == 0
     writer.close()
-    await asyncio.wait_for(gateway.backend.closed.wait(), 5)
+    await asyncio.wait_for(gateway.backend.closed.wait(), 120)
     await gateway.settle()
     assert gateway.backend.streams[0].closed == 1
     assert disconnects(gateway) == [phase]
@@ -100,10 +102,15 @@ async def test_patience_that_runs_out_while_it_is_swallowed_is_told(gateway: Any
 
     gateway.backend.before_open = swallow
     gateway.backend.script = lambda request, n: [forever]
-    headers = {"x-request-timeout-seconds": "0.2"}
-    answer = await gateway.post("/v1/chat/completions", BODY, headers)
-    assert (answer.status, answer.error["code"]) == (504, "request_timeout")
-    assert [stream.closed for stream in gateway.backend.streams] == [1]
+
+    async def check(seconds: float) -> None:
+        gateway.backend.streams.clear()
+        headers = {"x-request-timeout-seconds": str(seconds)}
+        answer = await gateway.post("/v1/chat/completions", BODY, headers)
+        assert (answer.status, answer.error["code"]) == (504, "request_timeout")
+        assert [stream.closed for stream in gateway.backend.streams] == [1]
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_a_client_that_leaves_several_prompts_cancels_them_all(gateway: Any) -> None:
@@ -138,7 +145,7 @@ async def test_the_openai_client_breaking_off_a_stream_cancels_it(
         async for _ in stream:
             break
         await stream.close()
-        await asyncio.wait_for(gateway.backend.closed.wait(), 5)
+        await asyncio.wait_for(gateway.backend.closed.wait(), 120)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,58 +163,79 @@ async def test_patience_that_runs_out_before_a_token_is_a_504_that_may_be_retrie
     gateway: Any, stream: bool
 ) -> None:
     gateway.backend.script = lambda request, n: [forever]
-    reply = await gateway.post(
-        "/v1/chat/completions", BODY | {"stream": stream}, {"x-request-timeout-seconds": "0.2"}
-    )
-    assert reply.status == 504
-    assert reply.error["code"] == "request_timeout"
-    assert "x-should-retry" not in reply.headers
-    assert gateway.backend.streams[0].closed == 1
+
+    async def check(seconds: float) -> None:
+        gateway.backend.streams.clear()
+        headers = {"x-request-timeout-seconds": str(seconds)}
+        reply = await gateway.post("/v1/chat/completions", BODY | {"stream": stream}, headers)
+        assert reply.status == 504
+        assert reply.error["code"] == "request_timeout"
+        assert "x-should-retry" not in reply.headers
+        assert [each.closed for each in gateway.backend.streams] == [1]
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_patience_that_runs_out_amid_an_answer_must_not_be_retried(
     gateway: Any, spell_words: Any
 ) -> None:
     gateway.backend.script = lambda request, n: [*spell_words(request, n)[:2], forever]
-    reply = await gateway.post("/v1/chat/completions", BODY, {"x-request-timeout-seconds": "0.2"})
-    assert reply.status == 504
-    assert reply.headers["x-should-retry"] == "false"
-    assert "2 tokens so far" in reply.error["message"]
+
+    async def check(seconds: float) -> None:
+        headers = {"x-request-timeout-seconds": str(seconds)}
+        reply = await gateway.post("/v1/chat/completions", BODY, headers)
+        assert reply.status == 504
+        assert reply.headers.get("x-should-retry") == "false"
+        assert "2 tokens so far" in reply.error["message"]
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_a_stream_that_outlives_its_limit_ends_with_an_error_event(
     gateway: Any, spell_words: Any
 ) -> None:
-    gateway.state.apply({"limits": {"request_timeout_s": 0.2}})
     gateway.backend.script = lambda request, n: [*spell_words(request, n)[:2], forever]
-    reply = await gateway.post("/v1/chat/completions", BODY | {"stream": True})
-    assert reply.status == 200
-    assert reply.events()[-1]["error"]["code"] == "request_timeout"
+
+    async def check(seconds: float) -> None:
+        gateway.state.apply({"limits": {"request_timeout_s": seconds}})
+        reply = await gateway.post("/v1/chat/completions", BODY | {"stream": True})
+        assert reply.status == 200
+        assert reply.events()[-1]["error"]["code"] == "request_timeout"
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_the_openai_clients_read_timeout_bounds_the_first_token_of_a_stream_only(
     gateway: Any, spell_words: Any
 ) -> None:
-    async def pause() -> None:
-        await asyncio.sleep(0.3)
+    async def check(seconds: float) -> None:
+        async def pause() -> None:
+            await asyncio.sleep(1.5 * seconds)
 
-    def slowly(request: Any, n: int) -> list[Any]:
-        first, *rest = spell_words(request, n)
-        return [first, pause, *rest]
+        def slowly(request: Any, n: int) -> list[Any]:
+            first, *rest = spell_words(request, n)
+            return [first, pause, *rest]
 
-    gateway.backend.script = slowly
-    headers = {"x-stainless-read-timeout": "0.2"}
-    streamed = await gateway.post("/v1/chat/completions", BODY | {"stream": True}, headers)
-    assert streamed.events()[-1] == "[DONE]"
-    whole = await gateway.post("/v1/chat/completions", BODY, headers)
-    assert whole.status == 504
+        gateway.backend.script = slowly
+        headers = {"x-stainless-read-timeout": str(seconds)}
+        streamed = await gateway.post("/v1/chat/completions", BODY | {"stream": True}, headers)
+        assert streamed.status == 200
+        assert streamed.events()[-1] == "[DONE]"
+        whole = await gateway.post("/v1/chat/completions", BODY, headers)
+        assert whole.status == 504
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_the_openai_client_sees_our_timeout_before_its_own(gateway: Any) -> None:
     gateway.backend.script = lambda request, n: [forever]
-    async with gateway.client(timeout=1.0) as client:
-        with pytest.raises(openai.InternalServerError) as raised:
-            await client.chat.completions.create(**BODY)
+    for _ in range(20):  # until the machine does not stand still in the moment between the two
+        async with gateway.client(timeout=1.0) as client:
+            with pytest.raises(openai.APIError) as raised:
+                await client.chat.completions.create(**BODY)
+        if not isinstance(raised.value, openai.APITimeoutError):
+            break
+    assert isinstance(raised.value, openai.InternalServerError)
     assert raised.value.status_code == 504
     assert raised.value.code == "request_timeout"
 
@@ -226,16 +254,18 @@ async def test_the_openai_client_sees_our_timeout_before_its_own(gateway: Any) -
 async def test_the_backend_is_told_what_is_left_of_the_clients_patience(
     gateway: Any, headers: dict[str, str], most: float
 ) -> None:
+    began = time.monotonic()
     await gateway.post("/v1/chat/completions", BODY, headers)
+    took_s = time.monotonic() - began
     remaining_s = gateway.backend.opened[0][3]
-    assert most - 5 < remaining_s < most
+    assert most - took_s <= remaining_s < most
 
 
 async def test_a_stalled_body_is_timed_out(gateway: Any) -> None:
     gateway.state.apply({"limits": {"request_timeout_s": 0.1}})
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 100\r\n\r\n{")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 120)
     assert head.startswith(b"HTTP/1.1 504")
     writer.close()
     with contextlib.suppress(OSError):
@@ -260,7 +290,7 @@ async def test_a_slow_reader_stalls_its_own_stream_only(gateway: Any, spell_word
     gateway.backend.script = endless
     _, writer = await send_only(gateway, BODY | {"stream": True, "max_tokens": 100})
     counts = [-1, 0]
-    while len(set(counts[-4:])) > 1:  # until the kernel's buffers are full
+    while len(set(counts[-8:])) > 1:  # until the kernel's buffers are full
         await asyncio.sleep(0.1)
         counts.append(taken)
     assert taken > 0

@@ -1,6 +1,7 @@
 """Keys, tenants and limits as clients meet them."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -107,12 +108,14 @@ async def test_tokens_are_reserved_whole_and_what_was_not_used_comes_back(gatewa
 
 async def test_a_spent_limit_is_429_with_the_wait_and_another_tenant_is_not_touched(gateway):
     gateway.state.apply(config({"a": {"requests_per_minute": 1}}))
+    began = time.monotonic()
     assert (await gateway.post(PATH, body(), headers=auth("a"))).status == 200
     denied = await gateway.post(PATH, body(), headers=auth("a"))
+    took_s = time.monotonic() - began
     assert denied.status == 429
     assert denied.json()["error"]["code"] == "rate_limit_exceeded"
     assert "tenant a may take 1 requests a minute" in denied.json()["error"]["message"]
-    assert 55 <= int(denied.headers["retry-after"]) <= 62
+    assert 59 - took_s <= int(denied.headers["retry-after"]) <= 62
     assert denied.headers["x-ratelimit-remaining-requests"] == "0"
     assert KEYS["a"] not in denied.body.decode()
     assert (await gateway.post(PATH, body(), headers=auth("op"))).status == 200
@@ -151,7 +154,7 @@ async def test_a_place_is_given_back_by_whoever_leaves(gateway):
     assert "1 requests running" in denied.json()["error"]["message"]
     call.cancel()
     gateway.backend.before_open = None
-    for _ in range(200):
+    for _ in range(3000):
         if (await gateway.post(PATH, body(), headers=auth("a"))).status == 200:
             break
         await asyncio.sleep(0.02)

@@ -27,7 +27,7 @@ async def test_a_reader_that_never_reads_is_given_up_at_its_deadline(gateway: An
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", gateway.port))
         await loop.sock_sendall(client, head.encode() + data)
-        await asyncio.wait_for(gateway.backend.closed.wait(), 10)
+        await asyncio.wait_for(gateway.backend.closed.wait(), 120)
         await gateway.settle()
         (stream,) = gateway.backend.streams
         assert not stream.ended

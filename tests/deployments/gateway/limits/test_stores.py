@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import time
 
 import pytest
+from pace import at_some_pace
 from redis_server import redis_server
 
 from deployments.gateway.limits.quotas import LimitExceeded, Quotas
@@ -23,7 +25,7 @@ async def store(request):
         store = MemoryStore()
     else:
         url = request.getfixturevalue("redis").url
-        store = RedisStore(url, prefix=request.node.name, timeout_s=20)
+        store = RedisStore(url, prefix=request.node.name, timeout_s=120)
     yield store
     await store.close()
 
@@ -41,11 +43,13 @@ def at_once(limit=2, owner="tenant:a"):
 
 
 async def test_fifty_calls_at_once_cannot_take_a_token_more_than_the_limit(store):
+    began = time.monotonic()
     answers = await asyncio.gather(*(store.take(f"r{i}", [tokens(70)]) for i in range(50)))
+    took_s = time.monotonic() - began
     assert sum(isinstance(answer, Taken) for answer in answers) == 1000 // 70
     denied = next(answer for answer in answers if isinstance(answer, Denied))
     assert denied.claim.kind == "tokens"
-    assert 59 < denied.wait_s <= 62
+    assert 59 - took_s < denied.wait_s <= 62
     assert denied.standings["tenant:a:tokens"].remaining == 1000 % 70
 
 
@@ -61,7 +65,7 @@ async def test_who_leaves_while_redis_is_asked_holds_nothing(redis):
         for quota in await asyncio.gather(asking, return_exceptions=True):
             if not isinstance(quota, BaseException):
                 quota.close(900)
-    for _ in range(500):
+    for _ in range(6000):
         try:
             (await quotas.take("stayed", claims)).close(900)
             break
@@ -73,7 +77,7 @@ async def test_who_leaves_while_redis_is_asked_holds_nothing(redis):
 
 
 async def test_two_gateways_share_one_limit(redis):
-    stores = [RedisStore(redis.url, prefix="two", timeout_s=20) for _ in range(2)]
+    stores = [RedisStore(redis.url, prefix="two", timeout_s=120) for _ in range(2)]
     answers = await asyncio.gather(*(stores[i % 2].take(f"r{i}", [tokens(70)]) for i in range(50)))
     assert sum(isinstance(answer, Taken) for answer in answers) == 1000 // 70
     for store in stores:
@@ -124,34 +128,44 @@ async def test_a_denial_names_the_first_limit_without_room(store):
 
 
 async def test_a_window_passes_in_redis_too(redis):
-    store = RedisStore(redis.url, prefix="passes", window_s=0.6, timeout_s=20)
-    taken = await store.take("a", [tokens(1000)])
-    assert isinstance(taken, Taken)
-    denied = await store.take("b", [tokens(10)])
-    assert isinstance(denied, Denied)
-    assert 0 < denied.wait_s <= 0.62
-    await asyncio.sleep(denied.wait_s)
-    assert isinstance(await store.take("c", [tokens(1000)]), Taken)
-    await store.close()
+    async def check(window_s):
+        store = RedisStore(redis.url, prefix=f"passes{window_s}", window_s=window_s, timeout_s=120)
+        try:
+            taken = await store.take("a", [tokens(1000)])
+            assert isinstance(taken, Taken)
+            denied = await store.take("b", [tokens(10)])
+            assert isinstance(denied, Denied)
+            assert 0 < denied.wait_s <= window_s + 0.02
+            await asyncio.sleep(denied.wait_s)
+            assert isinstance(await store.take("c", [tokens(1000)]), Taken)
+        finally:
+            await store.close()
+
+    await at_some_pace(check, 0.6)
 
 
 async def test_places_of_a_gateway_that_died_come_back_and_renewed_ones_stay(redis):
-    store = RedisStore(redis.url, prefix="dies", lease_s=0.4, timeout_s=20)
-    kept = await store.take("kept", [at_once(2)])
-    assert isinstance(await store.take("lost", [at_once(2)]), Taken)
-    assert isinstance(await store.take("c", [at_once(2)]), Denied)
-    for _ in range(3):
-        await asyncio.sleep(0.2)
-        await store.renew([kept])
-    assert isinstance(await store.take("d", [at_once(2)]), Taken)
-    assert isinstance(await store.take("e", [at_once(2)]), Denied)
-    await store.close()
+    async def check(lease_s):
+        store = RedisStore(redis.url, prefix=f"dies{lease_s}", lease_s=lease_s, timeout_s=120)
+        try:
+            kept = await store.take("kept", [at_once(2)])
+            assert isinstance(await store.take("lost", [at_once(2)]), Taken)
+            assert isinstance(await store.take("c", [at_once(2)]), Denied)
+            for _ in range(3):
+                await asyncio.sleep(lease_s / 2)
+                await store.renew([kept])
+            assert isinstance(await store.take("d", [at_once(2)]), Taken)
+            assert isinstance(await store.take("e", [at_once(2)]), Denied)
+        finally:
+            await store.close()
+
+    await at_some_pace(check, 0.4)
 
 
 async def test_a_gateway_without_redis_counts_alone_and_goes_back(tmp_path):
     now = 0.0
     with redis_server(str(tmp_path)) as server:
-        store = RedisStore(server.url, timeout_s=20, clock=lambda: now)
+        store = RedisStore(server.url, timeout_s=120, clock=lambda: now)
         shared = await store.take("a", [tokens(900), at_once(1)])
         server.kill()
         alone = await store.take("b", [tokens(900), at_once(1)])
