@@ -51,7 +51,7 @@ class Browser:
         return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
 
     def until(self, met: Callable[[], Any], what: str) -> Any:
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 120
         while not (value := met()):
             if time.monotonic() > limit:
                 raise AssertionError(f"never: {what}\n{self.text('body')}")

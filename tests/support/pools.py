@@ -115,7 +115,7 @@ class Reader:
         await until(there, f"{count} tokens of each choice")
 
 
-async def opened(client: Any, one: Request, n: int = 1, *, remaining_s: float = 60.0) -> Reader:
+async def opened(client: Any, one: Request, n: int = 1, *, remaining_s: float = 600.0) -> Reader:
     """A stream that a replica has taken, being read."""
     return Reader(await client.open(one, n=n, remaining_s=remaining_s), n)
 
@@ -140,7 +140,7 @@ async def ask(client: Any, one: Request, n: int = 1) -> tuple[Any, Any, Any, Any
     return reader.tokens, [a.text for a in told], [a.finish for a in told], reader.usage
 
 
-async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], what: str, limit_s: float = 240.0) -> None:
     """Wait for a condition, or fail saying what never came."""
     give_up = asyncio.get_running_loop().time() + limit_s
     while not condition():
@@ -158,7 +158,8 @@ async def lose(cluster: Any, name: str) -> None:
 async def settled(cluster: Any) -> None:
     """Wait until nothing is alive anywhere, or fail saying what is."""
     left: list[Any] = []
-    for _ in range(200):
+    give_up = asyncio.get_running_loop().time() + 240.0
+    while asyncio.get_running_loop().time() < give_up:
         left = [
             (name, s.streams.num_streams, s.streams.num_choices, s.host.engine.stats())
             for name, s in cluster.decodes.items()
@@ -212,7 +213,7 @@ class Passes:
         self.count += 1
         if self.count == self.hold_at:
             self.reached = True
-            self._open.wait(60.0)
+            self._open.wait(600.0)
         if self.fail_at is not None and self.count >= self.fail_at:
             raise RuntimeError("the device is gone")
         return self._execute(plan)

@@ -25,7 +25,7 @@ def promtool(*args: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -33,7 +33,7 @@ class Prometheus:
     """Asks a running one."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=20, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=120, trust_env=False)
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         """Series of an instant query: `metric` and `value`. Raises ValueError for a bad one."""
@@ -100,7 +100,7 @@ def prometheus(directory: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
         )
     client = Prometheus(f"http://{address}")
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while True:
             try:
                 if client._http.get("/-/ready").status_code == 200:
@@ -114,4 +114,4 @@ def prometheus(directory: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
     finally:
         client.close()
         process.terminate()
-        process.wait(20)
+        process.wait(240)

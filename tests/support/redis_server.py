@@ -35,7 +35,7 @@ class RedisServer:
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()

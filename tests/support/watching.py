@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,8 @@ from dashboards.rules import Group, to_yaml
 from dashboards.service_level import service_level
 
 GATEWAY_JOB = "tailrace"
-_WITHIN_S = 45.0
-"""Ray's agents are ten seconds late by themselves."""
+_WITHIN_S = 240.0
+"""Ray's agents are ten seconds late by themselves, on a busy machine a minute."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class Load:
         """Twice does no harm."""
         self._stopped.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(240)
         assert self._failed == []
 
     def _run(self, seed: int) -> None:
         rng = random.Random(seed)
         shared = [rng.randrange(32, 127) for _ in range(64)]
-        with httpx.Client(base_url=self._cluster.url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=self._cluster.url, timeout=240, trust_env=False) as http:
             try:
                 while not self._stopped.is_set():
                     self._round(http, rng, shared)
@@ -125,5 +124,4 @@ def watching(cluster: Cluster, directory: Path) -> Iterator[Watched]:
         for job in (GATEWAY_JOB, RAY_JOB):
             grown = f'sum(rate(tailrace_engine_step_seconds_count{{job="{job}"}}[1m])) > 0'
             server.wait_for(grown, within_s=_WITHIN_S)
-        time.sleep(2.5)  # one more scrape and evaluation of everything
         yield Watched(cluster, server, load)

@@ -45,7 +45,7 @@ class Recorder:
                 self.changed.clear()
                 await self.changed.wait()
 
-        await asyncio.wait_for(wait(), 10)
+        await asyncio.wait_for(wait(), 240)
 
     @property
     def handlers(self) -> LinkHandlers:
