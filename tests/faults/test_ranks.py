@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,15 +13,30 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from ranked import MODEL, RankedCluster
+from ranked import MODEL, RankedCluster, Size, name_of
 from serving import end, locally, wait_for
 
 pytestmark = pytest.mark.cluster
 
 
+SIZES: list[Size] = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
+STAGES_FEED_RANKS: tuple[Size, Size] = ((1, 2), (2, 1))
+APP = name_of(*STAGES_FEED_RANKS)
+
+ROUNDS: list[list[tuple[Size, Size]]] = [
+    [((2, 1), (4, 1)), ((2, 1), (1, 1)), STAGES_FEED_RANKS],
+    [((4, 1), (2, 1)), ((1, 1), (2, 1)), ((1, 2), (2, 2))],
+]
+"""Served together, each pair an application. With TAILRACE_EVERY_PAIR set: all pairs there are."""
+
+if os.environ.get("TAILRACE_EVERY_PAIR"):
+    every = [pair for pair in itertools.permutations(SIZES, 2) if pair != STAGES_FEED_RANKS]
+    ROUNDS = [[*every[i : i + 3], STAGES_FEED_RANKS] for i in range(0, len(every), 3)]
+
+
 @pytest.fixture(scope="module")
-def ranked() -> Iterator[RankedCluster]:
-    cluster = RankedCluster()
+def session() -> Iterator[RankedCluster]:
+    cluster = RankedCluster(ROUNDS[0])
     try:
         cluster.start()
         yield cluster
@@ -28,8 +45,23 @@ def ranked() -> Iterator[RankedCluster]:
 
 
 @pytest.fixture
-async def client(ranked: RankedCluster):
-    async with httpx.AsyncClient(base_url=ranked.url, timeout=120, trust_env=False) as client:
+def ranked(session: RankedCluster) -> RankedCluster:
+    """Decode on two ranks that share layers, prefill on two stages."""
+    serve(session, [STAGES_FEED_RANKS])
+    return session
+
+
+def serve(session: RankedCluster, pairs: list[tuple[Size, Size]]) -> None:
+    if session.apps != [name_of(*pair) for pair in pairs]:
+        session.serve_pairs(pairs)
+        code, _, errors = session.up()
+        assert code == 0, errors
+        session.settled(within_s=90)
+
+
+@pytest.fixture
+async def client(session: RankedCluster):
+    async with httpx.AsyncClient(base_url=session.url, timeout=120, trust_env=False) as client:
         yield client
 
 
@@ -43,24 +75,33 @@ def expected(params: dict[str, Any]) -> str:
     return answer.text
 
 
-async def answer(client: httpx.AsyncClient, params: dict[str, Any]) -> str:
-    body = {"model": MODEL, "ignore_eos": True, **params}
+async def answer(client: httpx.AsyncClient, params: dict[str, Any], app: str = APP) -> str:
+    body = {"model": app, "ignore_eos": True, **params}
     reply = await client.post("/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["text"]
 
 
-async def test_prefill_on_two_stages_and_decode_on_two_ranks_answer_as_one_engine(
-    ranked: RankedCluster, client: httpx.AsyncClient
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("pairs", ROUNDS, ids=lambda pairs: ", ".join(name_of(*p) for p in pairs))
+async def test_pools_of_unequal_sizes_answer_as_one_engine(
+    session: RankedCluster, client: httpx.AsyncClient, pairs: list[tuple[Size, Size]]
 ):
+    serve(session, pairs)
     requests = [
         asked(i, length, 12, temperature=float(i % 2))
         for i, length in enumerate([5, 40, 100, 333, 40, 9])
     ]
-    texts = await asyncio.gather(*(answer(client, params) for params in requests))
-    assert texts == [expected(params) for params in requests]
-    assert ranked.stats(MODEL, "Decode")["bytes_received"] > 0
-    await asyncio.to_thread(ranked.settled)
+    wanted = [expected(params) for params in requests]
+    for app, (prefill, decode) in zip(session.apps, pairs, strict=True):
+        texts = await asyncio.gather(*(answer(client, params, app) for params in requests))
+        assert texts == wanted, app
+        for pool, (tensor, stages) in (("Prefill", prefill), ("Decode", decode)):
+            ranks = tensor * stages
+            assert len(session.ranks(app, pool)) == (0 if ranks == 1 else ranks)
+        assert session.counted(app, "decisions").get("disaggregated/") == 4, app
+        assert session.stats(app, "Decode")["bytes_received"] > 0, app
+    await asyncio.to_thread(session.settled)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +112,12 @@ async def test_prefill_on_two_stages_and_decode_on_two_ranks_answer_as_one_engin
 async def test_a_lost_rank_replaces_its_replica_and_answers_go_on(
     ranked: RankedCluster, client: httpx.AsyncClient, pool: str, number: int, record_property: Any
 ):
-    pids = ranked.ranks(pool)
-    (replica, pid) = next(iter(ranked.pids(MODEL, pool).items()))
+    pids = ranked.ranks(APP, pool)
+    (replica, pid) = next(iter(ranked.pids(APP, pool).items()))
     long = [asked(20 + i, 60, 600, temperature=1.0) for i in range(2)]
     texts = [asyncio.create_task(answer(client, params)) for params in long]
     await asyncio.to_thread(
-        wait_for, lambda: ranked.stats(MODEL, "Decode")["engine"]["num_running"] == 2
+        wait_for, lambda: ranked.stats(APP, "Decode")["engine"]["num_running"] == 2
     )
     lost = end(pids[-1], number)
     if pool == "Prefill":
@@ -84,7 +125,7 @@ async def test_a_lost_rank_replaces_its_replica_and_answers_go_on(
         long.append(asked(30, 200, 5))
 
     def replaced() -> bool:
-        now = ranked.pids(MODEL, pool)
+        now = ranked.pids(APP, pool)
         return len(now) == 1 and replica not in now
 
     await asyncio.to_thread(wait_for, replaced, within_s=60.0)

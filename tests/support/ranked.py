@@ -1,38 +1,52 @@
-"""A real session for tests of ranks: one model whose replicas are several processes each."""
+"""A real session for tests of ranks: models whose replicas are several processes each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from serving import Cluster, configuration, model_application
 
 MODEL = "tiny"
 
+Size = tuple[int, int]
+"""Ranks that share a layer, and stages."""
+
+
+def name_of(prefill: Size, decode: Size) -> str:
+    return " feeds ".join(f"{tensor}x{stages}" for tensor, stages in (prefill, decode))
+
 
 class RankedCluster(Cluster):
-    """Decode on two ranks that share layers, prefill on two stages. One replica of each."""
+    """One application for each pair of sizes, of one prefill and one decode replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: Sequence[tuple[Size, Size]]) -> None:
         super().__init__()
-        config = configuration()
-        model = model_application(MODEL, MODEL, decodes=1)
-        model["args"] |= {
-            "tensor_parallel": 2,
-            "prefill_tensor_parallel": 1,
-            "prefill_pipeline_parallel": 2,
-        }
-        gateway = config["applications"][0]
-        gateway["deployments"][0]["user_config"]["models"] = [{"name": MODEL, "app": MODEL}]
-        config["applications"] = [gateway, model]
-        self.config = config
+        self.serve_pairs(pairs)
 
-    def ranks(self, pool: str) -> list[int]:
+    def serve_pairs(self, pairs: Sequence[tuple[Size, Size]]) -> None:
+        """What the next `up` is to serve: prefill of the first size feeds decode of the second."""
+        self.apps = [name_of(*pair) for pair in pairs]
+        gateway = configuration()["applications"][0]
+        gateway["deployments"][0]["user_config"]["models"] = [
+            {"name": app, "app": app} for app in self.apps
+        ]
+        models = [
+            _model(app, prefill, decode)
+            for app, (prefill, decode) in zip(self.apps, pairs, strict=True)
+        ]
+        self.config = {**configuration(), "applications": [gateway, *models]}
+
+    def ranks(self, app: str, pool: str) -> list[int]:
         """Process ids of the only replica's ranks."""
-        return self.stats(MODEL, pool)["ranks"]
+        return self.stats(app, pool)["ranks"]
 
     def left(self) -> list[Any]:
         """See `Cluster.left`."""
-        decode, prefill = self.stats(MODEL, "Decode"), self.stats(MODEL, "Prefill")
+        return [left for app in self.apps for left in self._left(app)]
+
+    def _left(self, app: str) -> list[Any]:
+        decode, prefill = self.stats(app, "Decode"), self.stats(app, "Prefill")
         alive = {
             "streams": decode["streams"],
             "pulls": decode["pulls_active"],
@@ -41,6 +55,17 @@ class RankedCluster(Cluster):
             "unacked_bytes": prefill["unacked_bytes"],
             "blocks of prefill": prefill["engine"]["num_held_blocks"],
             "leases": prefill["engine"]["num_leases"],
-            "waiting": self.queue(MODEL)["waiting"],
+            "waiting": self.queue(app)["waiting"],
         }
-        return [alive] if any(alive.values()) else []
+        return [(app, alive)] if any(alive.values()) else []
+
+
+def _model(app: str, prefill: Size, decode: Size) -> dict[str, Any]:
+    model = model_application(app, MODEL, decodes=1)
+    model["args"] |= {
+        "tensor_parallel": decode[0],
+        "pipeline_parallel": decode[1],
+        "prefill_tensor_parallel": prefill[0],
+        "prefill_pipeline_parallel": prefill[1],
+    }
+    return model
