@@ -23,7 +23,7 @@ def tailrace(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "TAILRACE_HOME": str(home), **environment},
     )

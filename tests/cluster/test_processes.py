@@ -11,7 +11,7 @@ import pytest
 
 from cluster import processes
 
-SLEEP = "print('there', flush=True); import time; time.sleep(60)"
+SLEEP = "print('there', flush=True); import time; time.sleep(3600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
 # Starts a child in a session of its own and dies: nobody's child, nobody's group.
 ORPHAN = f"""

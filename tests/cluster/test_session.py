@@ -90,7 +90,7 @@ class Command:
     def __call__(self, *args: str) -> tuple[int, Any, str]:
         """Exit code, the JSON object on standard output, standard error."""
         command = self.start(*args, "--json")
-        output, errors = command.communicate(timeout=180)
+        output, errors = command.communicate(timeout=900)
         return command.returncode, json.loads(output) if output else None, errors
 
     def config(self, *, word: str = "one", builder: str = "build") -> str:
@@ -138,7 +138,7 @@ def session(command: Command) -> dict[str, Any]:
 
 
 def say(session: dict[str, Any]) -> dict[str, Any]:
-    return httpx.get(f"{session['url']}/say", timeout=30).raise_for_status().json()
+    return httpx.get(f"{session['url']}/say", timeout=240).raise_for_status().json()
 
 
 def test_the_application_answers_through_haproxy(session: dict[str, Any]):
@@ -225,7 +225,7 @@ def test_in_the_foreground_a_signal_takes_everything_down(command: Command):
     ready = json.loads(up.stdout.readline())
     assert say(ready)["word"] == "one"
     up.send_signal(signal.SIGINT)
-    assert up.wait(timeout=60) == 0
+    assert up.wait(timeout=600) == 0
     reader.join()
     up.communicate()
     assert lines[-1].startswith("stopped in ")
@@ -248,14 +248,14 @@ def test_a_start_that_fails_is_taken_down_and_keeps_its_logs(command: Command):
 def test_interrupting_a_start_leaves_nothing(command: Command):
     up = command.start("up", command.config(), "--port", str(free_ports(1)[0]))
     record = command.folder / "home" / "session.json"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not record.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     session = json.loads(record.read_text())["session"]
     assert marked(session) != []
     up.send_signal(signal.SIGTERM)
-    output, errors = up.communicate(timeout=60)
+    output, errors = up.communicate(timeout=600)
     assert up.returncode == 130
     assert output == ""
     assert errors.endswith("interrupted\n")

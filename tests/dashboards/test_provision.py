@@ -38,7 +38,7 @@ def push(server: FakeGrafana, token: str = ADMIN, **options):
         return client.push(**{"prometheus_url": PROMETHEUS, **options})
 
 
-def reach(url: str, timeout_s: float = 10.0) -> None:
+def reach(url: str, timeout_s: float = 120.0) -> None:
     with Grafana(url, ADMIN, timeout_s=timeout_s) as client:
         client.check_access()
 

@@ -21,7 +21,7 @@ def test_without_a_gpu_it_ends_with_3_and_a_row_for_everything(tmp_path):
         [sys.executable, str(SCRIPT), "--json", str(report)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 3, done.stderr
@@ -57,7 +57,7 @@ def test_on_a_gpu_nothing_is_wrong(tmp_path):
         [sys.executable, str(SCRIPT), "--json", str(report)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode in (0, 3), done.stdout

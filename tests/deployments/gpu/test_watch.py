@@ -113,7 +113,7 @@ def watched(
 
 
 def until(met: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 240
     while not met():
         assert time.monotonic() < limit
         time.sleep(0.001)

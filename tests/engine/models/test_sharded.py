@@ -46,7 +46,7 @@ class Threads:
     """A `TensorGroup` of threads."""
 
     def __init__(self, size):
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=240)
         self._given = [None] * size
 
     def of(self, rank):
@@ -139,7 +139,7 @@ def in_parts(a, grid, kv_codes=False):
                 if not shard.is_first_stage:
                     at = (number, shard.rank)
                     with arrived:
-                        assert arrived.wait_for(lambda at=at: at in between, timeout=20)
+                        assert arrived.wait_for(lambda at=at: at in between, timeout=240)
                         hidden = between[at]
                 hidden = model.hidden(ids, positions, pool, step, hidden)
                 if not shard.is_last_stage:

@@ -36,7 +36,7 @@ class Reader:
             call(*args)
             self.said.notify_all()
 
-    def until(self, true: Callable[[], object], limit_s: float = 20.0) -> None:
+    def until(self, true: Callable[[], object], limit_s: float = 240.0) -> None:
         deadline = time.monotonic() + limit_s
         with self.said:
             while not true():

@@ -26,7 +26,7 @@ logging.getLogger("ray.serve").warning("what comes last")
 
 def test_logs_of_a_replica_go_on_after_nixl_was_imported() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     # Gathered, and written at the end: the handler is still known to `logging.shutdown`.

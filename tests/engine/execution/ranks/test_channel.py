@@ -41,7 +41,7 @@ def accepted(listener, *, key=KEY, rank=1, purpose="steps"):
 
     def join():
         try:
-            found.append(connect(listener.address, key, rank, purpose, timeout_s=5))
+            found.append(connect(listener.address, key, rank, purpose, timeout_s=60))
         except ChannelError as error:
             failed.append(error)
 
@@ -130,7 +130,7 @@ def test_another_version_is_refused_by_name():
     thread = threading.Thread(target=answer)
     thread.start()
     with pytest.raises(ChannelError, match=f"version {CHANNEL_VERSION + 1}, this rank"):
-        connect("unix:tailrace-test-version", KEY, 0, "steps", timeout_s=5)
+        connect("unix:tailrace-test-version", KEY, 0, "steps", timeout_s=60)
     thread.join()
     server.close()
 

@@ -166,7 +166,7 @@ def test_what_a_rank_says_between_steps_ends_the_group():
     with Group(lambda n: [sampled(n)], lambda n: [done(n)]) as group:
         group.executor.execute(PLAN)
         group.ranks[1].send(done(9))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 240
         while group.executor.failure is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -21,7 +21,7 @@ start = RankGroupStart(
 start.allocate(2, ["/dev/null"] * 2)
 executor = start.executor()
 print(*executor.pids, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -33,7 +33,7 @@ def test_a_killed_coordinator_leaves_no_rank_behind():
         pids = [int(pid) for pid in coordinator.stdout.readline().split()]
         assert len(pids) == 2
         os.kill(coordinator.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from engine.models.model import KVLayout
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=2, dtype="float32", fingerprint="f")
 
 
-def pair(timeout_s=5.0):
+def pair(timeout_s=60.0):
     left, right = socket.socketpair()
     here, there = Channel(left), Channel(right)
     here.max_frame_bytes = there.max_frame_bytes = 1 << 20
