@@ -1,6 +1,6 @@
-"""Serve's request router for our pools: exact targets, and the running set made known.
+"""Serve's request router for our pools: exact targets, plain calls, the running set made known.
 
-Uses Serve 2.60's router interface, which is alpha, and three of its private methods; the release is
+Uses Serve 2.60's router interface, which is alpha, and four of its private methods; the release is
 pinned and the tests run them on a real cluster.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+from ray.serve._private.common import ReplicaQueueLengthInfo, RunningReplicaInfo
 from ray.serve.request_router import (
     PendingRequest,
     ReplicaID,
@@ -32,6 +33,36 @@ def target_of(request: PendingRequest) -> str | None:
 
 def _answer(request: PendingRequest) -> asyncio.Future[RunningReplica]:
     return cast("asyncio.Future[RunningReplica]", request.future)  # pyright: ignore[reportUnknownMemberType]
+
+
+class PlainReplica(RunningReplica):
+    """A replica that is called with plain actor calls.
+
+    Serve makes each call a streaming generator whose first item says whether there was a place. At
+    the end of such a task Ray 2.60 waits, on the replica's event loop, until the caller has
+    acknowledged every item: a caller that hangs (stopped, swapped out, behind a dead network) would
+    take the replica's links, streams and health checks with it. The answer of a plain call waits
+    for nobody. The price is that a replica cannot say no, so its places are counted by the callers:
+    each knows its own calls, and what the replica said when last asked.
+    """
+
+    def __init__(self, info: RunningReplicaInfo, router: RequestRouter) -> None:
+        super().__init__(info)
+        self._router = router
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> Any:
+        """As Serve's. The result of a unary call always tells that it was accepted."""
+        if pr.metadata.is_streaming:
+            return super().try_send_request(pr, with_rejection)
+        result = super().try_send_request(pr, False)
+
+        async def accepted() -> ReplicaQueueLengthInfo:
+            # The call itself is counted already.
+            ongoing = self._router.replica_queue_len_cache.get(self.replica_id) or 1
+            return ReplicaQueueLengthInfo(accepted=True, num_ongoing_requests=ongoing)
+
+        result.get_rejection_response = accepted
+        return result
 
 
 class DirectoryRouter(RequestRouter):
@@ -63,6 +94,9 @@ class DirectoryRouter(RequestRouter):
         # An empty group is never looked at, and Serve would ask for ever. With any other it first
         # looks whether the request is done, and a request whose target is gone is.
         return [chosen or candidate_replicas]
+
+    def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
+        return PlainReplica(replica_info, self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -261,7 +261,8 @@ async def test_what_a_killed_gateway_held_goes_to_those_who_wait_at_another(
     killed = end(pid, signal.SIGKILL)
     first_s = [await each - killed for each in waiting]
     note("gateway killed: its unused grant and its slots were in use again after", max(first_s))
-    assert max(first_s) <= QueueLimits().grant_expiry_s
+    # Within the expiry of its grant, but for what the answer itself took.
+    assert max(first_s) <= TIERS["batch"]["max_wait_s"]
     with pytest.raises(httpx.TransportError):
         await lost
     for each in held:
@@ -276,7 +277,11 @@ async def test_a_gateway_that_hangs_keeps_a_grant_no_longer_than_it_lives(
 ):
     (pid, _), _ = (there for _, there in sorted(tiered.gateways().items()))
     hanging, other = callers(0), callers(1)
-    held = await hold(*(other for _ in range(SLOTS)))
+    # Its call that holds the decode replica for a drain is open still, and ends unheard.
+    held = await hold(*(other for _ in range(SLOTS - 1)))
+    last, decode = await hold(hanging), tiered.decode
+    await last[0].let_go()
+    held += await hold(other)
     asked = asyncio.create_task(hanging.ask("priority", 20))
     await until_queue(tiered, lambda queue: queue["waiting"] == 1)
     waiting = asyncio.create_task(first_token(other, "batch"))
@@ -294,6 +299,7 @@ async def test_a_gateway_that_hangs_keeps_a_grant_no_longer_than_it_lives(
         end(pid, signal.SIGCONT)
     # What it was granted is void, and decode has a slot for it again: it is served all the same.
     assert (await asked).status == 200
+    assert tiered.decode == decode
     for each in held:
         await each.let_go()
 

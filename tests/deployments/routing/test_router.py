@@ -34,6 +34,7 @@ def build_app() -> Any:
             from ray import serve
 
             self.name = serve.get_replica_context().replica_id.unique_id
+            self.waits = 0
 
         def record_replica_metadata(self) -> dict[str, Any]:
             return {"link": f"127.0.0.1:{os.getpid()}", "pid": os.getpid()}
@@ -44,8 +45,15 @@ def build_app() -> Any:
         async def wait(self, call: dict[str, Any]) -> str:
             import asyncio
 
-            await asyncio.sleep(call["seconds"])
+            self.waits += 1
+            try:
+                await asyncio.sleep(call["seconds"])
+            finally:
+                self.waits -= 1
             return self.name
+
+        async def waiting(self, call: dict[str, Any]) -> int:
+            return self.waits
 
     @serve.deployment(ray_actor_options={"num_cpus": 0.1})
     class Front:
@@ -65,6 +73,16 @@ def build_app() -> Any:
             import asyncio
 
             calls = [self.pool.who.remote({"target": t} if t else None) for t in targets]
+            return list(await asyncio.gather(*calls))
+
+        async def pid(self) -> int:
+            return os.getpid()
+
+        async def call_all(self, targets: list[str], seconds: float) -> list[str]:
+            """A call of that length to each."""
+            import asyncio
+
+            calls = [self.pool.wait.remote({"target": t, "seconds": seconds}) for t in targets]
             return list(await asyncio.gather(*calls))
 
         async def error_of(self, target: str) -> str:
@@ -139,6 +157,33 @@ async def test_an_unknown_target_fails_at_once(front: Any) -> None:
     error = await front.error_of.remote("nobody")
     assert error.startswith("ReplicaGone: replica 'nobody' of 'Pool' is not running")
     assert all(name in error for name in seen)
+
+
+async def test_a_caller_that_hangs_takes_no_replica_with_it(front: Any) -> None:
+    """The calls it has open end while it cannot hear of that."""
+    from ray import serve
+
+    seen = await until_two_run(front)
+    pool = serve.get_deployment_handle("Pool", APP)
+    calling = front.call_all.remote(sorted(seen), 1.0)
+    pid = await front.pid.remote()
+    while not all([await pool.waiting.remote({"target": each}) for each in seen]):
+        await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while any([await _within(pool.waiting.remote({"target": each})) for each in seen]):
+            await asyncio.sleep(0.05)
+        # Beyond the end of the calls, too.
+        await asyncio.sleep(1)
+        names = [await _within(pool.who.remote({"target": each})) for each in seen]
+        assert names == list(seen)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert await calling == sorted(seen)
+
+
+async def _within(response: Any) -> Any:
+    return await asyncio.wait_for(response, 30)
 
 
 async def test_a_killed_replica_leaves_the_directory_and_fails_who_waits_for_it(front: Any) -> None:
