@@ -28,10 +28,6 @@ inline void wait_while(const std::atomic<uint32_t> &word, uint32_t seen) {
         if (word.load(std::memory_order_acquire) != seen) return;
         pause_briefly();
     }
-    for (int i = 0; i < 4; i++) {
-        if (word.load(std::memory_order_acquire) != seen) return;
-        std::this_thread::yield();
-    }
     while (word.load(std::memory_order_acquire) == seen)
         word.wait(seen, std::memory_order_acquire);
 }
@@ -89,6 +85,21 @@ public:
 private:
     friend class Lane;
 
+    // Called by the thread that runs the job: the others leave its core.
+    void spread() {
+#if defined(__linux__)
+        const int core = sched_getcpu();
+        if (core == core_) return;
+        core_ = core;
+        cpu_set_t others;
+        if (sched_getaffinity(0, sizeof others, &others) || CPU_COUNT(&others) < size_) return;
+        CPU_CLR(core, &others);
+        // Where that is refused they stay where they are.
+        for (auto &thread : threads_)
+            pthread_setaffinity_np(thread.native_handle(), sizeof others, &others);
+#endif
+    }
+
     void serve(int index) {
         for (uint32_t seen = 0;;) {
             wait_while(generation_, seen);
@@ -113,6 +124,7 @@ private:
     }
 
     const int size_;
+    int core_ = -1;  // that the others keep off
     std::vector<std::thread> threads_;
     const std::function<void(Lane &)> *job_ = nullptr;
     uint32_t first_phase_ = 0;
@@ -136,6 +148,8 @@ void Lane::share(int64_t count, Body &&body) {
         team.phase_.store(phase_, std::memory_order_relaxed);
         return;
     }
+    // Again in every loop: the system moves this thread, too, and a job may take long.
+    if (index == 0) team.spread();
     uint64_t ticket = team.ticket_.load(std::memory_order_acquire);
     for (;;) {
         const int64_t begin = static_cast<int64_t>(ticket & 0xffffffffu);

@@ -1,5 +1,8 @@
 """The whole step: what may not change a bit of it, and what it refuses."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -194,3 +197,43 @@ def test_the_tiny_model_in_float64_says_what_torch_says(make, block_tokens, size
     native = NativeDecoder(TINY_ARCHITECTURE, tiny_tensors(), num_threads=2, **options)
     want = greedy(Decoder(TINY_ARCHITECTURE, tiny_tensors(), **options), 44, 16)
     assert greedy(native, size, block_tokens) == want
+
+
+def affinity_of_team(make, allowed):
+    """Where threads that came with a team of two may run behind a pass, and where the first may."""
+    if native_available("float32"):
+        pytest.skip("there is no native decoder here")
+
+    def run():
+        os.sched_setaffinity(0, allowed)
+        before = set(os.listdir("/proc/self/task"))
+        model = make.decoder((torch.float32, "portable"), num_threads=2)
+        new = set(os.listdir("/proc/self/task")) - before
+        batch = make.batch(model, [(40, 40)])
+        model.forward(*batch.inputs()[:2], batch.pool, batch.inputs()[2])
+        return [os.sched_getaffinity(int(thread)) for thread in new], os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one core cannot be shared out")
+def test_the_others_of_a_team_keep_off_the_core_of_the_one_that_runs_the_pass(make):
+    allowed = set(sorted(os.sched_getaffinity(0))[:2])
+    if len(allowed) < 2:
+        pytest.skip("this process has one core")
+    others, own = affinity_of_team(make, allowed)
+    assert own == allowed
+    (moved,) = (each for each in others if each != allowed)
+    assert len(moved) == 1
+    assert moved < allowed
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+def test_a_team_larger_than_the_cores_it_may_use_is_left_where_it_is(make):
+    allowed = {min(os.sched_getaffinity(0))}
+    others, own = affinity_of_team(make, allowed)
+    assert own == allowed
+    assert others
+    assert all(each == allowed for each in others)
