@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from deployments.admission.actor import create_or_find_queue, remove_queue
+from deployments.admission.actor import create_or_find_queue, find_queue, remove_queue
 from deployments.admission.client import QueueReporter
 from deployments.background import background
 from deployments.engine_host import EngineHost
@@ -398,12 +398,14 @@ class Decode(PoolReplica[DecodeService]):
                 app,
                 model=parsed.name,
                 host=link.host,
-                advertise_host=advertised(parsed),
+                advertise_host=link.advertise_host,
                 ports=link.ports,
             )
 
         spare_startup()
-        service.report_to(QueueReporter(queue_address, secret, replica_id))
+        service.report_to(
+            QueueReporter(queue_address, secret, replica_id, find_other=lambda: find_queue(app, 1))
+        )
 
     def record_replica_metadata(self) -> dict[str, Any]:
         engine = self.service.host.engine

@@ -385,6 +385,11 @@ _DECLARED = (
         "Choices that went on in mid-answer at another replica: theirs died, hung or closed.",
     ),
     # Admission.
+    _gauge(
+        "tailrace_queue_leads",
+        _MODEL,
+        "1 for the queue that grants, 0 for the one that stands by.",
+    ),
     _gauge("tailrace_queue_size", _TIER, "Requests that wait for a slot."),
     _gauge(
         "tailrace_queue_tokens",

@@ -1,14 +1,17 @@
-"""The admission queue as a process: a named Ray actor that gateways and decodes dial."""
+"""The admission queue as a process: one of two named Ray actors that gateways and decodes dial."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from deployments.admission.figures import QueueFigures
+from deployments.admission.leading import Leadership, PeerWatch
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
 from deployments.admission.tiers import TierTable
 from deployments.background import background
@@ -29,8 +32,8 @@ class QueueActor:
     """One model's queue. A plain class: Ray makes the actor, tests use it as it is.
 
     Every answer leaves as soon as it is known, one by one: an answer that waited for another's
-    could wait for a release that waits behind it. A restarted actor counts a higher epoch and knows
-    what is taken once the decode replicas have dialled it again and reported.
+    could wait for a release that waits behind it. Whoever begins to lead counts a higher epoch and
+    knows what is taken once the decode replicas have reported.
     """
 
     def __init__(
@@ -44,19 +47,32 @@ class QueueActor:
         ports: Sequence[int] | None = None,
         limits: QueueLimits | None = None,
         settings: LinkSettings | None = None,
+        place: int = 0,
+        find_peer: Callable[[], Awaitable[str]] | None = None,
         alone: bool = False,
     ) -> None:
         """`model` is the name that its figures carry, if not the application's. `host` None binds
-        the address by which Ray knows this node. `secret` None reads the cluster's: as an argument
-        of an actor it would lie in Ray's control store. `alone`: in a process of its own."""
+        the address by which Ray knows this node; where `host` is all of them, that is what others
+        are told. `secret` None reads the cluster's: as an argument
+        of an actor it would lie in Ray's control store. `find_peer` tells where the queue at the
+        other `place` listens; without one this queue leads at once and for ever. `alone`: in a
+        process of its own."""
         if alone:
             spare_startup()
-        self._queue = AdmissionQueue(time.time_ns(), limits)
+        secret = read_link_secret() if secret is None else secret
+        self._place = place
+        name = queue_name(app, place)
+        if advertise_host is None and host in ("0.0.0.0", "::"):
+            advertise_host = _node_address()
+        self._leadership = Leadership(None if find_peer is None else place)
+        self._queue = AdmissionQueue(0, limits)
         self._server = LinkServer(
-            read_link_secret() if secret is None else secret,
+            secret,
             "queue",
-            queue_name(app),
-            handlers=LinkHandlers(on_message=self._message, on_close=self._closed),
+            name,
+            handlers=LinkHandlers(
+                on_message=self._message, on_open=self._opened, on_close=self._closed
+            ),
             host=host if host is not None else _node_address(),
             advertise_host=advertise_host,
             ports=ports,
@@ -67,22 +83,42 @@ class QueueActor:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._replica_of: dict[Link, str] = {}
-        self._figures = QueueFigures(self._queue, model or app, queue_name(app))
-        self._reporting: asyncio.Task[None] | None = None
+        self._figures = QueueFigures(self._queue, model or app, name)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._peer: PeerWatch | None = None
+        if find_peer is None:
+            self._peer_away()
+        else:
+            self._peer = PeerWatch(
+                find_peer,
+                secret,
+                name,
+                on_says=self._peer_says,
+                on_away=self._peer_away,
+                settings=settings,
+            )
 
     async def address(self) -> str:
         """`host:port` to dial. Binds on the first call; raises ConfigError when it cannot."""
         async with self._starting:
             if not self._started:
                 await self._server.start()
-                self._reporting = background(self._figures.run(self._gateways), "metrics")
+                self._tasks = [
+                    background(self._figures.run(partial(self._linked, "gateway")), "metrics")
+                ]
+                if self._peer is not None:
+                    self._tasks.append(background(self._peer.run(), "watching the other queue"))
                 self._started = True
         return self._server.address
 
     async def snapshot(self) -> dict[str, Any]:
         """Counters and levels, for status and metrics."""
         return {
+            "place": self._place,
+            "pid": os.getpid(),
+            "leads": self._leadership.leads,
             "epoch": self._queue.epoch,
+            "peer_linked": self._peer is not None and self._peer.linked,
             "waiting": self._queue.num_waiting,
             "free_slots": self._queue.free_slots,
             "tiers": sorted(self._queue.tiers.rules),
@@ -90,7 +126,8 @@ class QueueActor:
             "waiting_by_tier": self._queue.waiting(),
             "granted": self._figures.granted,
             "refused": dict(self._figures.refused),
-            "gateways": sorted(link.peer_id for link in self._gateways()),
+            "gateways": sorted(link.peer_id for link in self._linked("gateway")),
+            "decodes": sorted(link.peer_id for link in self._linked("decode")),
         }
 
     async def close(self) -> None:
@@ -98,14 +135,44 @@ class QueueActor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._server.close("the queue is closing")
 
-    def _gateways(self) -> list[Link]:
-        return [link for link in self._server.links.values() if link.peer_role == "gateway"]
+    def _linked(self, role: str) -> list[Link]:
+        return [link for link in self._server.links.values() if link.peer_role == role]
+
+    # Leading
+
+    def _peer_says(self, epoch: int) -> None:
+        self._leadership.peer_says(epoch, time.time_ns())
+        self._adopt()
+
+    def _peer_away(self) -> None:
+        self._leadership.peer_away(time.time_ns())
+        self._adopt()
+
+    def _adopt(self) -> None:
+        epoch, before = self._leadership.epoch, self._queue.epoch
+        if epoch == before:
+            return
+        self._queue.epoch = epoch
+        self._figures.leads = self._leadership.leads
+        links = list(self._server.links.values())
+        if epoch > before:
+            logger.info("this queue leads with epoch %d", epoch)
+            for link in links:
+                link.send([Kind.LEADS, epoch])
+            return
+        # Whatever was promised to a link ends with it, and whoever comes back is told.
+        logger.warning("the other queue leads with a higher epoch than %d: standing by", before)
+        for link in links:
+            link.close("another queue leads")
 
     # Handlers
+
+    def _opened(self, link: Link) -> None:
+        link.send([Kind.LEADS, self._queue.epoch])
 
     def _message(self, link: Link, message: list[Any]) -> None:
         kind, role, now = message[0], link.peer_role, _now()
@@ -185,13 +252,15 @@ def _node_address() -> str:
     return _ray().util.get_node_ip_address()
 
 
-def queue_name(app: str) -> str:
-    return f"tailrace-queue:{app}"
+def queue_name(app: str, place: int = 0) -> str:
+    """Of the actor. Either place may lead."""
+    return f"tailrace-queue:{app}" if place == 0 else f"tailrace-queue:{app}:2"
 
 
 def ensure_queue(
     app: str,
     *,
+    place: int = 0,
     model: str | None = None,
     host: str | None = None,
     advertise_host: str | None = None,
@@ -202,52 +271,60 @@ def ensure_queue(
     """The actor handle of the model's queue, created if it is not there. Blocks; safe to race.
 
     It is detached, outlives whoever created it and restarts for ever, until `remove_queue`. The
-    arguments of whoever created it hold; later callers' are ignored.
+    arguments of whoever created it hold; later callers' are ignored. The queue at place 0 creates
+    the other one, which stands by.
     """
+    options: dict[str, Any] = {
+        "model": model,
+        "host": host,
+        "advertise_host": advertise_host,
+        "ports": ports,
+        "limits": limits,
+        "settings": settings,
+    }
+    find_peer = (
+        partial(_find_or_create_standby, app, options) if place == 0 else partial(find_queue, app)
+    )
     actor = (
         _ray()
         .remote(QueueActor)
         .options(
-            name=queue_name(app),
+            name=queue_name(app, place),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            # Not in the placement group of the replica that creates it: it outlives that.
-            scheduling_strategy="DEFAULT",
+            # Not in the placement group of the replica that creates it: it outlives that. And where
+            # there are several nodes, not both on one.
+            scheduling_strategy="DEFAULT" if place == 0 else "SPREAD",
         )
     )
-    return actor.remote(
-        app,
-        model=model,
-        host=host,
-        advertise_host=advertise_host,
-        ports=ports,
-        limits=limits,
-        settings=settings,
-        alone=True,
-    )
+    return actor.remote(app, **options, place=place, find_peer=find_peer, alone=True)
 
 
-def _handle(app: str) -> Any:
-    return _ray().get_actor(queue_name(app), namespace=NAMESPACE)
+def _handle(app: str, place: int = 0) -> Any:
+    return _ray().get_actor(queue_name(app, place), namespace=NAMESPACE)
 
 
 def remove_queue(app: str) -> bool:
-    """End the model's queue for good; False when there is none. Blocks."""
-    try:
-        handle = _handle(app)
-    except ValueError:
-        return False
-    _ray().kill(handle, no_restart=True)
-    return True
+    """End the model's queues for good; False when there is none. Blocks."""
+    found = False
+    # In this order: the first is who creates the second.
+    for place in (0, 1):
+        try:
+            handle = _handle(app, place)
+        except ValueError:
+            continue
+        _ray().kill(handle, no_restart=True)
+        found = True
+    return found
 
 
-async def find_queue(app: str) -> str:
-    """Address of the model's queue. Raises ValueError when nobody has created it, or Ray's errors
-    and TimeoutError while it restarts."""
-    handle = await asyncio.to_thread(_handle, app)
+async def find_queue(app: str, place: int = 0) -> str:
+    """Address of a queue of the model. Raises ValueError when nobody has created it, or Ray's
+    errors and TimeoutError while it restarts."""
+    handle = await asyncio.to_thread(_handle, app, place)
     return await asyncio.wait_for(handle.address.remote(), _FIND_S)
 
 
@@ -255,3 +332,13 @@ async def create_or_find_queue(app: str, **options: Any) -> str:
     """As `find_queue`, creating the actor first if need be; `options` as for `ensure_queue`."""
     handle = await asyncio.to_thread(ensure_queue, app, **options)
     return await asyncio.wait_for(handle.address.remote(), _FIND_S)
+
+
+async def _find_or_create_standby(app: str, options: dict[str, Any]) -> str:
+    """As `find_queue`. One that is not there is made, which nobody waits for: whoever makes it has
+    to lead until then."""
+    try:
+        return await find_queue(app, 1)
+    except ValueError:
+        await asyncio.to_thread(ensure_queue, app, place=1, **options)
+        raise

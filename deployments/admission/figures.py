@@ -19,15 +19,17 @@ ROLE = "queue"
 
 
 class QueueFigures:
-    """One queue's registry. `granted` and `refused` are counted by whoever performs its actions."""
+    """One queue's registry. Whoever performs its actions keeps `leads`, `granted`, `refused`."""
 
     def __init__(self, queue: AdmissionQueue, model: str, own_id: str) -> None:
         self.registry = registry = Registry()
+        self.leads = False
         self.granted = 0
         self.refused: dict[str, int] = {}
         self._queue = queue
         self._model = model
         self._own_id = own_id
+        self._leads = registry.gauge("tailrace_queue_leads", model=model)
         self._tokens = registry.gauge("tailrace_queue_tokens", model=model)
         self._prefilling = registry.gauge("tailrace_queue_prefilling_tokens", model=model)
         self._tiers: set[str] = set()
@@ -44,6 +46,7 @@ class QueueFigures:
         """Bring all of it up to date. `now` is that of the queue's clock."""
         queue = self._queue
         self._sample_tiers(now)
+        self._leads.set(self.leads)
         self._tokens.set(queue.waiting_tokens)
         self._prefilling.set(queue.prefilling_tokens)
         self._slots.set(queue.num_slots)

@@ -128,7 +128,8 @@ class _Promise:
     gateway_id: str
     replica_id: str
     waiter: _Waiter
-    kept: bool
+    kept: int
+    """Choices in slots that its tier keeps."""
 
     @property
     def n(self) -> int:
@@ -511,20 +512,19 @@ class AdmissionQueue:
         least = 1 if len(shares) < slots else 0
         return {rank: max(least, int(share * slots)) for rank, share in shares.items()}
 
-    def _is_kept(self, waiter: _Waiter) -> bool:
-        """Whether its slots are of those that its tier keeps. The engine has to know: what it takes
-        back is the least urgent, whichever tier has more than it keeps."""
-        rule, slots = waiter.rule, waiter.acquire.n
+    def _num_kept(self, waiter: _Waiter) -> int:
+        """How many of its choices get slots that its tier keeps. The engine has to know: what it
+        takes back is the least urgent, whichever tier has more than it keeps."""
+        rule, slots = waiter.rule, 0
         if not rule.preemptible or rule.share <= 0:
-            return False
+            return 0
         for replica in self._replicas.values():
             for priority, level, n, _ in replica.report.alive:
                 if priority == rule.rank and level is None:
                     slots += n
-        slots += sum(
-            p.n for p in self._promises.values() if p.kept and p.waiter.rule.rank == rule.rank
-        )
-        return slots <= self._kept_slots(self.num_slots).get(rule.rank, 0)
+        slots += sum(p.kept for p in self._promises.values() if p.waiter.rule.rank == rule.rank)
+        kept = self._kept_slots(self.num_slots).get(rule.rank, 0)
+        return max(0, min(waiter.acquire.n, kept - slots))
 
     def _reserved_above(self, rank: int, n: int) -> int:
         """Slots kept for tiers more urgent than this rank that they do not use now: never so many
@@ -652,7 +652,7 @@ class AdmissionQueue:
         grant_id = self._grants
         facts = self._facts(waiter, now)
         expires_at = now + self._limits.grant_expiry_s
-        kept = self._is_kept(waiter)
+        kept = self._num_kept(waiter)
         self._promises[grant_id] = _Promise(
             waiter.gateway_id, replica.report.replica_id, waiter, kept
         )

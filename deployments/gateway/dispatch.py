@@ -242,8 +242,6 @@ class ClusterStream:
         if self._place.due_s is not None and not resumed:
             left_ms = round(1000 * (self._place.due_s - time.monotonic()))
             request = replace(request, first_token_ms=left_ms)
-        if grant is not None and grant.kept:
-            request = replace(request, preemptible=False)
         submit = Submit(
             stream_id=leg.stream_id,
             request=request,

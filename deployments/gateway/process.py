@@ -122,13 +122,16 @@ class GatewayProcess:
         async def hold(target: str, peer: str) -> str:
             return await handle.hold.remote({"target": target, "peer": peer})
 
-        async def queue_address() -> str:
-            return await find_queue(app)
-
         def figures(replica: str, role: str, series: list[Any]) -> None:
             self._figures.received(app, replica, role, series, asyncio.get_running_loop().time())
 
-        queue = QueueClient(queue_address, self._secret, self._own_id, on_snapshot=figures)
+        queue = QueueClient(
+            lambda: find_queue(app),
+            self._secret,
+            self._own_id,
+            find_other=lambda: find_queue(app, 1),
+            on_snapshot=figures,
+        )
         return ModelClient(
             self._own_id,
             self._secret,

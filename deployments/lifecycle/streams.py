@@ -163,17 +163,22 @@ class _Stream:
 
     log: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
 
-    def makes_way_for(self, priority: int) -> bool:
-        """The engine takes its slots back within a step."""
-        level = self.outranked_below
-        return level is not None and level > priority
+    @property
+    def num_kept(self) -> int:
+        """Choices, the first ones, that nothing preempts."""
+        submit = self.submit
+        if not submit.request.preemptible:
+            return submit.n
+        return 0 if submit.grant is None else min(submit.grant.kept, submit.n)
+
+    def makes_way_for(self, priority: int) -> int:
+        """Choices whose slots the engine takes back within a step."""
+        return self.submit.n - self.num_kept if self.outranked_below > priority else 0
 
     @property
-    def outranked_below(self) -> int | None:
-        """Priorities below this one go before it: none while somebody fills its blocks. None: it
-        may not be preempted."""
-        if not self.submit.request.preemptible:
-            return None
+    def outranked_below(self) -> int:
+        """Priorities below this one go before those of its choices that are not kept: none while
+        somebody fills its blocks."""
         return UNTAKABLE if self.machine.state is State.PULLING else self.level
 
 
@@ -292,10 +297,14 @@ class StreamTable:
         """As `Report.alive`: by `(priority, level)`, choices and KV tokens of their prompts."""
         found: dict[tuple[int, int | None], list[int]] = {}
         for stream in self._streams.values():
-            request = stream.submit.request
-            counts = found.setdefault((request.priority, stream.outranked_below), [0, 0])
-            counts[0] += stream.submit.n
-            counts[1] += request.num_tokens
+            request, kept = stream.submit.request, stream.num_kept
+            tokens = request.num_tokens  # shared by its choices
+            for level, n in ((None, kept), (stream.outranked_below, stream.submit.n - kept)):
+                if n:
+                    counts = found.setdefault((request.priority, level), [0, 0])
+                    counts[0] += n
+                    counts[1] += tokens
+                    tokens = 0
         return tuple((*key, n, tokens) for key, (n, tokens) in found.items())
 
     @property
@@ -313,9 +322,7 @@ class StreamTable:
         if over <= 0:
             return True
         priority = submit.request.priority
-        return over <= sum(
-            stream.submit.n for stream in self._streams.values() if stream.makes_way_for(priority)
-        )
+        return over <= sum(s.makes_way_for(priority) for s in self._streams.values())
 
     def streams_of(self, link: Link) -> int:
         return sum(1 for owner, _ in self._streams if owner is link)
@@ -586,7 +593,7 @@ class StreamTable:
             salt=request.salt,
             itl_target_ms=request.itl_target_ms,
             first_token_ms=request.first_token_ms,
-            preemptible=request.preemptible,
+            preemptible=index >= stream.num_kept,
         )
 
     async def _pull(self, stream: _Stream, prefill: str, first_token: int) -> None:

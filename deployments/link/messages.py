@@ -5,8 +5,9 @@ Deadlines are remaining milliseconds, never timestamps: two hosts do not share a
 
 ```
 gateway → decode   SUBMIT CANCEL CREDIT DRAIN    decode → gateway   STEP REFUSE SNAPSHOT
-gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE SNAPSHOT
-decode  → queue    REPORT
+gateway → queue    ACQUIRE ABANDON RELEASE       queue → gateway    GRANT REFUSE SNAPSHOT LEADS
+decode  → queue    REPORT                        queue → decode     LEADS
+queue   → queue                                  in answer          LEADS
 decode  → prefill  PREFILL ACK RENEW DONE HELD   prefill → decode   MANIFEST CHUNK FINAL FAIL
                                                                     ALIVE SNAPSHOT AGENT READY
                                                                     HELD
@@ -26,7 +27,7 @@ from deployments.explain.queueing import QueueFacts
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason, Request
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Kind(IntEnum):
@@ -49,6 +50,9 @@ class Kind(IntEnum):
     REPORT = 24
     POLICY = 25
     """A gateway's tiers and limits for the queue."""
+
+    LEADS = 26
+    """The queue's epoch while it leads, 0 while it stands by: first of all, and at every change."""
 
     PREFILL = 30
     MANIFEST = 31
@@ -80,8 +84,9 @@ class Grant:
 
     replica_id: str
     expiry_ms: int
-    kept: bool = False
-    """These slots are of those that its tier keeps under any flood: nothing preempts them."""
+    kept: int = 0
+    """So many of its choices, the first ones, have slots that its tier keeps under any flood:
+    nothing preempts them."""
 
     facts: QueueFacts | None = field(default=None, compare=False)
     """For whoever explains the request. A submit carries its grant without them."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +52,47 @@ class Probe:
         return call.result(timeout_s=timeout_s)
 
     def queue(self, app: str, timeout_s: float) -> dict[str, Any]:
-        """The queue's snapshot and its process id."""
+        """The snapshot of the queue that leads; of one that stands by while none does."""
+        import ray
+        from ray.exceptions import RayError
+
+        until = time.monotonic() + timeout_s
+        asked = [actor.snapshot.remote() for actor in self._queues(app).values()]
+        told: dict[str, Any] | None = None
+        while asked and (told is None or not told["leads"]):
+            left_s = max(0.0, until - time.monotonic())
+            answered, asked = ray.wait(asked, num_returns=1, timeout=left_s)
+            if not answered:
+                break
+            with suppress(RayError):  # its process has just died
+                told = ray.get(answered[0])
+        if told is None:
+            raise TimeoutError(f"no queue of {app} answers")
+        return told
+
+    def queue_at(self, app: str, place: int, timeout_s: float) -> dict[str, Any] | None:
+        """The snapshot of one of the two; None while it does not answer."""
+        import ray
+        from ray.exceptions import RayError
+
+        actors = list(self._queues(app).values())
+        try:
+            return ray.get(actors[place].snapshot.remote(), timeout=timeout_s)
+        except (IndexError, RayError):
+            return None
+
+    def _queues(self, app: str) -> dict[str, Any]:
+        """Handles by name, of those that there are."""
         import ray
 
-        actor = ray.get_actor(f"tailrace-queue:{app}", namespace="tailrace")
-        calls = [actor.snapshot.remote(), actor.__ray_call__.remote(_pid)]
-        snapshot, pid = ray.get(calls, timeout=timeout_s)
-        return {**snapshot, "pid": pid}
+        found: dict[str, Any] = {}
+        for name in (f"tailrace-queue:{app}", f"tailrace-queue:{app}:2"):
+            with suppress(ValueError):
+                found[name] = ray.get_actor(name, namespace="tailrace")
+        return found
 
     def queue_exists(self, app: str) -> bool:
-        import ray
-
-        try:
-            ray.get_actor(f"tailrace-queue:{app}", namespace="tailrace")
-        except ValueError:
-            return False
-        return True
+        return bool(self._queues(app))
 
     def watch(self, app: str, deployment: str, replica: str) -> None:
         """Let a decode replica note, a thousand times a second, when what it holds changes."""
@@ -102,10 +129,6 @@ class Probe:
         name = f"SERVE_REPLICA::{app}#{deployment}#{replica}"
         actor = ray.get_actor(name, namespace="serve")
         return ray.get(actor.__ray_call__.remote(function, *arguments))
-
-
-def _pid(actor: Any) -> int:
-    return os.getpid()
 
 
 def _service() -> Any:
@@ -158,7 +181,7 @@ def _report_to(actor: Any, address: str | None) -> None:
         service.closing = loop.create_task(both.second.close())
 
     kept = service.reporter if address is not None else service.reporter.first
-    loop = kept._kept._task.get_loop()
+    loop = kept._queues._kept[0]._task.get_loop()
     loop.call_soon_threadsafe(end if address is None else begin)
 
 
@@ -167,16 +190,23 @@ def _ask_queue_at(actor: Any, address: str | None) -> None:
     from deployments.admission.client import QueueClient
 
     client = _the_only(QueueClient)
-    kept = client._kept
+    links = client._queues._kept
 
     async def find() -> str:
         return str(address)
 
+    async def nowhere() -> str:
+        raise LookupError("this gateway asks another queue")
+
     if address is None:
-        kept._find_address = client.found_before
+        finders = client.found_before
     else:
-        client.found_before, kept._find_address = kept._find_address, find
-    kept._task.get_loop().call_soon_threadsafe(kept._link.close, "another queue")
+        client.found_before = [kept._find_address for kept in links]
+        finders = [find, nowhere]
+    for kept, finder in zip(links, finders, strict=True):
+        kept._find_address = finder
+        if kept._link is not None:
+            kept._task.get_loop().call_soon_threadsafe(kept._link.close, "another queue")
 
 
 def _start_watch(actor: Any) -> None:

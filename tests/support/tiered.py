@@ -150,16 +150,36 @@ class TieredCluster(Cluster):
 
     def left(self) -> list[Any]:
         stats = self.stats(MODEL, "Decode", self.decode)
-        queue = self.queue(MODEL)
+        queues = [self.queue_at(place) for place in (0, 1)]
         there = set(self.pids("gateway", "Gateway"))
         left: list[Any] = []
         if stats["streams"] or stats["choices"]:
             left.append(("decode", stats["streams"], stats["choices"]))
-        if queue["waiting"] or queue["free_slots"] != {self.decode: SLOTS}:
-            left.append(("queue", queue))
-        if not there <= set(queue["gateways"]):
-            left.append(("not linked to the queue", there - set(queue["gateways"])))
+        if any(queue is None for queue in queues):
+            return [*left, ("a queue is away", queues)]
+        leading, standing = sorted(filter(None, queues), key=lambda queue: -queue["epoch"])
+        if leading["waiting"] or leading["free_slots"] != {self.decode: SLOTS}:
+            left.append(("queue", leading))
+        if standing["leads"] or not standing["peer_linked"]:
+            left.append(("does not stand by", standing))
+        for queue in (leading, standing):
+            if not there <= set(queue["gateways"]) or queue["decodes"] != [self.decode]:
+                left.append(("not all are linked to this queue", queue))
         return left
+
+    def settled(self, *, within_s: float = 120.0) -> None:
+        """Also until a queue stands by: Ray takes as long as a process takes to start."""
+        super().settled(within_s=within_s)
+
+    def standby(self) -> dict[str, Any]:
+        """What the queue that does not lead says."""
+        (standing,) = [q for q in map(self.queue_at, (0, 1)) if q is not None and not q["leads"]]
+        return standing
+
+    def queue_at(self, place: int) -> dict[str, Any] | None:
+        """What one of the model's two queues says; None while it does not answer."""
+        assert self._probe is not None
+        return self._probe("queue_at", app=MODEL, place=place, timeout_s=5.0)
 
 
 def _own_address(pid: int) -> str | None:
@@ -169,7 +189,7 @@ def _own_address(pid: int) -> str | None:
             continue
         port = connection.laddr.port
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            asked = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+            asked = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
             try:
                 asked.request("GET", "/health")
                 answer = asked.getresponse()
@@ -206,7 +226,7 @@ class Caller:
             base_url=url,
             headers={"authorization": f"Bearer {KEYS[tenant]}"},
             limits=httpx.Limits(max_connections=200),
-            timeout=120,
+            timeout=240,
             trust_env=False,
         )
 

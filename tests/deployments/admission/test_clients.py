@@ -257,7 +257,7 @@ async def test_a_dead_gateways_place_goes_to_the_others(cluster: Cluster) -> Non
     await acquire(dying)
     waiting = asyncio.create_task(acquire(other))
     await cluster.until(lambda s: s["waiting"] == 1)
-    link = dying._kept.link
+    link = dying._queues.leader
     assert link is not None
     link._transport.abort()
     assert (await waiting).replica_id == "d1"
@@ -275,7 +275,7 @@ async def test_a_dead_replica_gets_nothing(cluster: Cluster) -> None:
 async def test_only_the_latest_of_several_reports_at_once_is_sent(cluster: Cluster) -> None:
     await cluster.start_queue()
     decode = await cluster.decode("d1", 1)
-    link = decode.reporter._kept.link
+    link = decode.reporter._queues.leader
     assert link is not None
     sent: list[Any] = []
     original = link.send

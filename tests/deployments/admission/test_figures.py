@@ -37,10 +37,12 @@ def test_levels_are_those_of_the_queue_at_the_moment_asked():
     )
     for ticket, tokens, tier in ((1, 5, "default"), (2, 7, "default"), (3, 11, "batch")):
         queue.acquire("g", acquire(ticket, tokens, tier), 10.0 + ticket / 8)
+    figures.leads = True
     figures.granted = 1
     figures.refused["queue_full"] = 2
     figures.sample(11.25)
     assert values(figures) == {
+        "leads": 1,
         "size default": 1,
         "size batch": 1,
         "tokens": 18,

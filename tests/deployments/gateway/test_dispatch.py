@@ -211,9 +211,9 @@ async def test_who_only_tried_while_the_queue_was_away_stands_behind_more_urgent
         await away.wait()
         return await cluster.queue.address()
 
-    client._queue._kept._find_address = find
+    client._queue._queues._kept[0]._find_address = find
     assert decode.reporter is not None
-    decode.reporter._kept._find_address = find
+    decode.reporter._queues._kept[0]._find_address = find
     await before.close()
     while decode.streams.counters.refused.get("full", 0) < 3:
         await asyncio.sleep(0.005)

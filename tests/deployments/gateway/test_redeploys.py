@@ -245,7 +245,7 @@ async def test_a_new_queue_grants_what_waited_in_the_old_one(local_cluster):
     waiting = [asyncio.create_task(answer(one)) for one in requests]
     await until(lambda: client._queue.num_waiting == 6, "six in the queue")
     old, cluster.queue = cluster.queue, QueueActor("app", SECRET, host="127.0.0.1")
-    for kept in (client._queue._kept, decode.reporter._kept):
+    for (kept,) in (client._queue._queues._kept, decode.reporter._queues._kept):
         kept._find_address = cluster.queue.address
     await old.close()
     for stream in running:
