@@ -9,6 +9,8 @@ import select
 import socket
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +52,18 @@ class RankFailed(EngineError):
     """A rank died, hangs or cannot go on. The group is ended: nothing can be computed any more."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """A plan that was sent and what was answered to it."""
+
+    number: int
+    missing: set[int]
+    tokens: dict[str, Any] = field(default_factory=dict[str, Any])
+    unusable: UnusableLogits | None = None
+
+
 class RankExecutor:
-    """Implements `Executor` over a group of ranks.
+    """Implements `StagedExecutor` over a group of ranks.
 
     One lost rank loses the group, since each holds a part of every layer and of every request's
     KV: the others are killed at once, a step that runs raises, and `failure` says why. A thread
@@ -80,10 +92,12 @@ class RankExecutor:
         self._sampling_rank = grid.sampling_rank
         self._plans = PlanWriter()
         self._number = 0
+        self._steps: deque[_Step] = deque()
+        self.depth = grid.pipeline_parallel
         self._closed = False
         self._given_up: str | None = None
         self._lock = threading.Lock()
-        """Held by whoever reads the channels: a step, or the watch between steps."""
+        """Held by whoever uses the channels: a step, or the watch between steps."""
 
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -105,16 +119,45 @@ class RankExecutor:
             channel.limit_sends(limit_s)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`. Raises `UnusableLogits` as the local executor does, and
+        """See `Executor.execute`. Raises as `collect`."""
+        self.submit(plan)
+        assert len(self._steps) == 1, "another step is under way"
+        return self.collect()
+
+    def submit(self, plan: StepPlan) -> None:
+        """See `StagedExecutor.submit`. Raises `RankFailed`, as every call does from then on."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            assert len(self._steps) < self.depth, f"{self.depth} steps are under way"
+            self._number += 1
+            # One that is alone is cut, so that stages compute at once; others fill each other's
+            # gaps, and each cut reads all weights again.
+            cut = not self._steps
+            data = frame([Kind.STEP, self._number, self._plans.to_wire(plan), cut])
+            for rank, channel in enumerate(self._channels):
+                try:
+                    channel.send_frame(data)
+                except ChannelError as error:
+                    raise self._fail(f"rank {rank}: {error}") from error
+            self._steps.append(_Step(self._number, set(range(len(self._channels)))))
+
+    def collect(self) -> StepResult:
+        """See `StagedExecutor.collect`. Raises `UnusableLogits` as the local executor does, and
         `RankFailed`, after which every call raises it."""
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._number += 1
+            step = self._steps[0]
             try:
-                return self._run(plan)
+                while step.missing:
+                    self._hear(_WATCH_S)
             except (ChannelError, RankFailed) as error:
                 raise self._fail(str(error)) from error
+            self._steps.popleft()
+        if step.unusable is not None:
+            raise step.unusable
+        return StepResult(step.tokens)
 
     def close(self) -> None:
         """See `Executor.close`. Ends every rank, also while a step runs: the step then raises."""
@@ -134,37 +177,9 @@ class RankExecutor:
             self._given_up = reason
             self._processes.kill()
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        data = frame([Kind.STEP, self._number, self._plans.to_wire(plan)])
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send_frame(data)
-            except ChannelError as error:
-                raise RankFailed(f"rank {rank}: {error}") from error
-        missing = set(range(len(self._channels)))
-        tokens: dict[str, Any] = {}
-        unusable: UnusableLogits | None = None
-        while missing:
-            for rank, message in self._heard(_WATCH_S):
-                length = {Kind.DONE: 3, Kind.UNUSABLE: 5}.get(Kind(message[0]))
-                if length != len(message) or message[1] != self._number:
-                    raise RankFailed(f"rank {rank}: an answer of kind {message[0]} to no question")
-                if rank not in missing:
-                    raise RankFailed(f"rank {rank}: answered twice")
-                missing.discard(rank)
-                if rank != self._sampling_rank:
-                    continue
-                if message[0] == Kind.UNUSABLE:
-                    unusable = UnusableLogits(*message[2:])
-                else:
-                    tokens = tokens_from_wire(message[2])
-        if unusable is not None:
-            raise unusable
-        return StepResult(tokens)
-
-    def _heard(self, timeout_s: float) -> list[tuple[int, list[Any]]]:
-        """Answers that came, beats taken out. Raises RankFailed for a rank lost or silent."""
-        heard: list[tuple[int, list[Any]]] = []
+    def _hear(self, timeout_s: float) -> None:
+        """Take in what came. Raises RankFailed for a rank lost, silent, or out of turn, and
+        ChannelError."""
         for descriptor, _ in self._poll.poll(timeout_s * 1000):
             rank = self._rank_of[descriptor]
             try:
@@ -175,7 +190,7 @@ class RankExecutor:
                 if message[0] == Kind.FAILED:
                     raise RankFailed(f"rank {rank} failed: {message[-1]}")
                 if message[0] != Kind.BEAT:
-                    heard.append((rank, message))
+                    self._answered(rank, message)
         now = time.monotonic()
         for rank, channel in enumerate(self._channels):
             if now - channel.last_heard > self.silence_s:
@@ -183,10 +198,22 @@ class RankExecutor:
                     f"rank {rank}: not heard of for {now - channel.last_heard:.0f} s: it hangs or "
                     "its machine is gone"
                 )
-        return heard
+
+    def _answered(self, rank: int, message: list[Any]) -> None:
+        """A rank answers plans in the order in which it got them."""
+        step = next((step for step in self._steps if rank in step.missing), None)
+        length = {Kind.DONE: 3, Kind.UNUSABLE: 5}.get(Kind(message[0]))
+        if step is None or length != len(message) or message[1] != step.number:
+            raise RankFailed(f"rank {rank}: an answer of kind {message[0]} to no question")
+        if rank == self._sampling_rank:
+            if message[0] == Kind.UNUSABLE:
+                step.unusable = UnusableLogits(*message[2:])
+            else:
+                step.tokens = tokens_from_wire(message[2])
+        step.missing.discard(rank)
 
     def _watch_ranks(self) -> None:
-        """Notice what happens to ranks while no step runs."""
+        """Notice what happens to ranks while nobody waits for a step."""
         while not self._closed and self.failure is None:
             time.sleep(_WATCH_S)
             if not self._lock.acquire(blocking=False):
@@ -194,9 +221,8 @@ class RankExecutor:
             try:
                 if self._closed or self.failure is not None:
                     return
-                for rank, message in self._heard(0):
-                    raise RankFailed(f"rank {rank}: an answer of kind {message[0]} to no question")
-            except RankFailed as error:
+                self._hear(0)
+            except (ChannelError, RankFailed) as error:
                 self._fail(str(error))
                 return
             finally:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +31,8 @@ class RankGroup:
         self._grid = grid
         self._rank = rank
         self._device = device
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._sending: list[tuple[Any, Tensor]] = []
+        self._sent_before: list[tuple[Any, Tensor]] = []  # in the step before
         host, _, port = store.rpartition(":")
         if host == "127.0.0.1":
             # Else gloo resolves the host's name, which need not lead anywhere.
@@ -73,8 +73,6 @@ class RankGroup:
 
     def send_on(self, x: Tensor) -> None:
         """Hand hidden states to this rank's place in the next stage, without waiting for it."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
         x = x.contiguous()
         work = dist.isend(x, self._rank + self._grid.tensor_parallel)
         self._sending.append((work, x))
@@ -85,7 +83,9 @@ class RankGroup:
         dist.recv(x, self._rank - self._grid.tensor_parallel)
         return x
 
-    def finish_sending(self) -> None:
-        """Wait until everything handed on has left: errors of a step belong to it."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+    def end_step(self) -> None:
+        """Wait until what the step before handed on has left. What this one did may wait for the
+        next stage, which computes; this stage has the next step to do meanwhile."""
+        for work, _ in self._sent_before:
+            work.wait()
+        self._sent_before, self._sending = self._sending, []

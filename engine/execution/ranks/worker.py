@@ -10,10 +10,11 @@ import json
 import logging
 import mmap
 import os
+import queue
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -34,13 +35,15 @@ from engine.execution.ranks.wire import (
 )
 from engine.models.load import load_shard
 from engine.models.model import KVLayout
-from engine.models.shard import Shard
+from engine.models.shard import Grid, Shard
 from engine.request import SampledToken
 from engine.sampling.batched import BatchedSampler
 from engine.sampling.sampler import Sampler, UnusableLogits
 from engine.scheduling.plan import StepPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -63,10 +66,11 @@ class RankWorker:
             kind = BatchedSampler if model.device.type == "cuda" else Sampler
             self._sampler = kind(model.vocab_size, model.eos_token_ids)
 
-    def execute(self, plan: StepPlan) -> dict[str, SampledToken] | None:
+    def execute(self, plan: StepPlan, *, cut: bool = True) -> dict[str, SampledToken] | None:
         """This rank's part of a step; the tokens on the sampling rank.
 
-        Returns once this rank's KV of the step is in its pool. Raises UnusableLogits there.
+        cut: in micro-batches, since no other step keeps the stages busy. Returns once this rank's
+        KV of the step is in its pool. Raises UnusableLogits there.
         """
         if self._sampler is not None:
             for request_id in plan.left:
@@ -79,7 +83,7 @@ class RankWorker:
             return None if self._sampler is None else {}
         with torch.inference_mode():
             make_copies(self._pool, plan.copies)
-            logits = self._compute(plan)
+            logits = self._compute(plan, cut)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)  # KV is read by others from here on
             if self._sampler is None:
@@ -94,11 +98,11 @@ class RankWorker:
             )
         return dict(zip(request_ids, tokens, strict=True))
 
-    def _compute(self, plan: StepPlan) -> list[torch.Tensor]:
+    def _compute(self, plan: StepPlan, cut: bool) -> list[torch.Tensor]:
         """Every micro-batch through this stage. Logits on the sampling rank, else nothing."""
         model, shard, group = self._model, self._shard, self._group
         out: list[torch.Tensor] = []
-        for chunks in micro_batches(plan, shard.grid.pipeline_parallel):
+        for chunks in micro_batches(plan, shard.grid.pipeline_parallel if cut else 1):
             ids, positions, step = step_inputs(
                 StepPlan(chunks=chunks), self._pool.block_tokens, model.device
             )
@@ -112,7 +116,7 @@ class RankWorker:
             logits = model.logits(hidden)
             if logits is not None:
                 out.append(logits)
-        group.finish_sending()
+        group.end_step()
         return out
 
 
@@ -122,7 +126,7 @@ class _EmptyWorker:
     def __init__(self, order: RankOrder) -> None:
         self._samples = order.rank == order.grid.sampling_rank
 
-    def execute(self, plan: StepPlan) -> dict[str, SampledToken] | None:
+    def execute(self, plan: StepPlan, *, cut: bool = True) -> dict[str, SampledToken] | None:
         if not self._samples:
             return None
         return {chunk.request_id: SampledToken(0) for chunk in plan.chunks if chunk.sample}
@@ -198,7 +202,7 @@ def _serve(order: RankOrder, channel: Channel, key: bytes) -> NoReturn:
             target=serve_memory, args=(memory, pool), name="memory", daemon=True
         ).start()
     channel.send([Kind.ALLOCATED])
-    _loop(channel, RankWorker(model, shard, group, pool))
+    _loop(channel, RankWorker(model, shard, group, pool), order.grid)
 
 
 def _serve_empty(order: RankOrder, channel: Channel) -> NoReturn:
@@ -221,23 +225,48 @@ def _serve_empty(order: RankOrder, channel: Channel) -> NoReturn:
     channel.send([Kind.READY, *ready_to_wire(ready)])
     channel.receive()
     channel.send([Kind.ALLOCATED])
-    _loop(channel, _EmptyWorker(order))
+    _loop(channel, _EmptyWorker(order), order.grid)
 
 
-def _loop(channel: Channel, worker: RankWorker | _EmptyWorker) -> NoReturn:
+def _loop(channel: Channel, worker: RankWorker | _EmptyWorker, grid: Grid) -> NoReturn:
     plans = PlanReader()
+    receive = channel.receive
+    if grid.pipeline_parallel > 1:  # several plans at a time
+        receive = _read_ahead(channel)
     while True:
-        message = channel.receive()
-        if message[0] != Kind.STEP or len(message) != 3:
+        message = receive()
+        if message[0] != Kind.STEP or len(message) != 4:
             raise ChannelError(f"malformed frame: kind {message[0]} where STEP was due")
-        _, number, wire = message
+        _, number, wire, cut = message
         plan = plans.from_wire(wire)
         try:
-            tokens = worker.execute(plan)
+            tokens = worker.execute(plan, cut=cut)
         except UnusableLogits as error:
             channel.send([Kind.UNUSABLE, number, error.request_id, error.position, error.largest])
             continue
         channel.send([Kind.DONE, number, None if tokens is None else tokens_to_wire(tokens)])
+
+
+def _read_ahead(channel: Channel) -> Callable[[], list[Any]]:
+    """`channel.receive`, from a thread that reads while a step is computed: who sends the next plan
+    must not wait for that, and be taken for a rank that hangs."""
+    read: queue.SimpleQueue[list[Any] | ChannelError] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            while True:
+                read.put(channel.receive())
+        except ChannelError as error:
+            read.put(error)
+
+    def receive() -> list[Any]:
+        message = read.get()
+        if isinstance(message, ChannelError):
+            raise message
+        return message
+
+    threading.Thread(target=run, name="plans", daemon=True).start()
+    return receive
 
 
 def _pool(

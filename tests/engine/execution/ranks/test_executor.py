@@ -47,24 +47,25 @@ def sampled(number):
 class Group:
     """An executor over two ranks, each answering a step with what `answers[rank](number)` says."""
 
-    def __init__(self, *answers):
+    def __init__(self, *answers, stages=1):
         pairs = [socket.socketpair() for _ in answers]
         self.ranks = [Channel(there) for _, there in pairs]
         here = [Channel(own) for own, _ in pairs]
         for channel in (*self.ranks, *here):
             channel.max_frame_bytes = 1 << 20
         self.processes = Processes(self.ranks)
-        self.plans = []
+        self.plans, self.cuts = [], []
         for rank, answer in zip(self.ranks, answers, strict=True):
             threading.Thread(target=self._serve, args=(rank, answer), daemon=True).start()
-        grid = Grid(tensor_parallel=len(answers))
+        grid = Grid(tensor_parallel=len(answers) // stages, pipeline_parallel=stages)
         self.executor = RankExecutor(here, self.processes, grid, silence_s=1.0)
 
     def _serve(self, rank, answer):
         plans = PlanReader()
         try:
             while True:
-                _, number, wire = rank.receive()
+                _, number, wire, cut = rank.receive()
+                self.cuts.append(cut)
                 self.plans.append(plans.from_wire(wire))
                 for message in answer(number):
                     rank.send(message)
@@ -102,6 +103,30 @@ def test_unusable_logits_are_told_of_their_request_and_the_group_goes_on():
             group.executor.execute(PLAN)
         assert (caught.value.request_id, caught.value.position) == ("a", 2)
         assert group.executor.execute(PLAN).tokens == {"a": SampledToken(7)}
+
+
+def test_steps_of_two_stages_are_under_way_together():
+    go_on = threading.Event()
+
+    def last(number):
+        go_on.wait(5)
+        return [[Kind.UNUSABLE, 1, "a", 2, float("inf")] if number == 1 else sampled(number)]
+
+    with Group(lambda n: [done(n)], last, stages=2) as group:
+        group.executor.submit(PLAN)
+        group.executor.submit(PLAN)
+        # The first stage has answered both before the last one has answered any.
+        deadline = time.monotonic() + 10
+        while len(group.plans) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        go_on.set()
+        with pytest.raises(UnusableLogits, match="request a"):
+            group.executor.collect()
+        assert group.executor.collect().tokens == {"a": SampledToken(7)}
+        assert group.executor.execute(PLAN).tokens == {"a": SampledToken(7)}
+        # Only a step that nothing else keeps the stages busy beside is cut.
+        assert sorted(group.cuts) == [False] * 2 + [True] * 4
 
 
 def garbage(n):

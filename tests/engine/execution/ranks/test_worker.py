@@ -48,8 +48,8 @@ class Group:
         self.events.append(f"receive {rows}")
         return torch.zeros(rows, columns, dtype=dtype)
 
-    def finish_sending(self):
-        self.events.append("sent")
+    def end_step(self):
+        self.events.append("end")
 
 
 def worker(stage, logits=None):
@@ -84,14 +84,20 @@ def plan(*sizes, entered=False):
 def test_a_stage_hands_each_micro_batch_on_before_it_computes_the_next():
     first, events = worker(0)
     assert first.execute(plan(200)) is None
-    assert events == ["compute 50", "send 50"] * 4 + ["sent"]
+    assert events == ["compute 50", "send 50"] * 4 + ["end"]
 
 
 def test_a_stage_waits_for_one_micro_batch_at_a_time():
     last, events = worker(1, logits=[torch.arange(8.0)])
     tokens = last.execute(plan(200, entered=True))
-    assert events == ["receive 50", "compute 50"] * 4 + ["sent"]
+    assert events == ["receive 50", "compute 50"] * 4 + ["end"]
     assert tokens["r0"].token_id == 7
+
+
+def test_a_step_beside_others_is_computed_whole():
+    first, events = worker(0)
+    assert first.execute(plan(200), cut=False) is None
+    assert events == ["compute 200", "send 200", "end"]
 
 
 def test_unusable_logits_of_one_micro_batch_count_nothing_of_the_others():
