@@ -142,6 +142,7 @@ class Scheduler:
         self._num_arrived = 0
         self._requests: dict[RequestId, Tracked] = {}
         self._waiting = WaitingQueue(config.ageing_s)
+        self._entitled: dict[RequestId, Tracked] = {}  # not preemptible, never admitted yet
         self._remote: dict[RequestId, Tracked] = {}  # in WAITING_REMOTE_KV
         self._running: list[Tracked] = []  # by rank
         self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
@@ -242,6 +243,8 @@ class Scheduler:
         self._num_arrived += 1
         self._requests[request.request_id] = tracked
         self._waiting.append(tracked)
+        if not request.preemptible and hold_until is None:
+            self._entitled[request.request_id] = tracked
         if remote and self._waiting.first(now) is tracked and self._has_slot():
             self._reserve(tracked, now)
 
@@ -449,6 +452,7 @@ class Scheduler:
         assert self.blocks.request_ids == running | self._remote.keys() | self._deferred.keys(), (
             "blocks are held for a request that is not admitted"
         )
+        assert self._entitled.keys() <= waiting, "a slot is due to one that has it or is gone"
         assert self._reservations.keys() <= self._remote.keys(), (
             "a reservation outlived its request"
         )
@@ -541,18 +545,24 @@ class Scheduler:
                 return
 
     def _extend(self, tracked: Tracked, num_tokens: int, step: _Step) -> bool:
-        """Get blocks for `num_tokens` positions, at the cost of less urgent requests.
+        """Get blocks for `num_tokens` positions, at the cost of requests that are no more urgent.
 
-        Where all others may not be preempted, one of those has to wait after all: a pool that is
-        full serves nobody.
+        Less urgent ones go first, of those the preemptible, but the others too where that is not
+        enough: what may not be preempted keeps its slot, and no memory that more urgent ones need.
         """
         while not self.blocks.extend(tracked.request_id, num_tokens):
             if step.ahead:
                 step.premature = True
                 return False
             victim = max(
-                (t for t in self._running if t.hold_until is None),
-                key=lambda t: (t.request.preemptible, t.level, t.paused, t.arrival),
+                (t for t in self._running if t.hold_until is None and t.level >= tracked.level),
+                key=lambda t: (
+                    t.level > tracked.level,
+                    t.request.preemptible,
+                    t.level,
+                    t.paused,
+                    t.arrival,
+                ),
             )
             self._preempt(victim, step)
             if victim is tracked:
@@ -561,6 +571,8 @@ class Scheduler:
 
     def _plan_waiting(self, step: _Step) -> None:
         self._admit_waiting(step)
+        while not step.premature and self._admit_entitled(step):
+            pass
         # Those who end with the pass under way leave their slots and blocks to the next in line.
         if step.ahead and any(t.ending for t in self._running):
             step.premature |= self._waiting.first(step.now) is not None
@@ -624,6 +636,34 @@ class Scheduler:
                 return True
         return False
 
+    def _admit_entitled(self, step: _Step) -> bool:
+        """Admit one that may not be preempted and was overtaken on its way to its slot.
+
+        Whoever came later and went first was to have the slot of somebody less urgent than itself,
+        and took this one's instead.
+        """
+        tracked = next((t for t in self._entitled.values() if not t.paused), None)
+        if tracked is None or not self._has_slot(freeing=1) or self._has_slot():
+            return False
+        victim = max(
+            (t for t in self._running if t.preemptible),
+            key=lambda t: (t.level, t.paused, t.arrival),
+            default=None,
+        )
+        if victim is None or not any(
+            t.arrival > tracked.arrival and t.request.priority < victim.level
+            for t in (*self._running, *self._remote.values())
+        ):
+            return False
+        known, salt = tracked.known, tracked.request.salt
+        if not self.blocks.fits(known, salt, len(known), freeing=[victim.request_id]):
+            return False
+        if step.ahead:
+            step.premature = True
+            return False
+        self._preempt(victim, step)
+        return self._admit(tracked, step)
+
     def _share(self, tracked: Tracked, step: _Step) -> int:
         """Tokens of this request that the step computes."""
         wanted = tracked.planned_tokens - tracked.first_planned
@@ -682,6 +722,7 @@ class Scheduler:
         if tracked.num_cached is None:
             tracked.num_cached = min(num_cached, len(tracked.request.prompt_ids))
         self._waiting.remove(tracked)
+        self._entitled.pop(request_id, None)
         if tracked.hold_until is not None:
             self.blocks.lease(request_id, request_id, tracked.hold_until)
         if tracked.remote:
@@ -742,6 +783,7 @@ class Scheduler:
             self._reservations.pop(request_id, None)
         else:
             self._waiting.remove(tracked)
+            self._entitled.pop(request_id, None)
         tracked.move(State.FINISHED)
         tracked.finish = reason
         self._leave(tracked)

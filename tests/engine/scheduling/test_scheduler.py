@@ -209,6 +209,19 @@ def test_waiting_raises_priority():
     assert ids(step(s, 20.0).chunks) == ["batch"]  # aged from 3 to 1, and arrived earlier
 
 
+def test_one_that_may_not_be_preempted_takes_no_blocks_of_more_urgent_ones():
+    s = make_scheduler(num_blocks=5, block_tokens=4)
+    s.add(replace(make_request("kept", prompt=7, priority=30), preemptible=False), 0.0)
+    s.add(make_request("urgent", prompt=7, priority=10, max_tokens=4), 0.0)
+    step(s)
+    step(s)
+    # Both need a third block now, and there is none: "kept" goes, not "urgent".
+    assert ids(step(s).chunks) == ["urgent"]
+    while "urgent" in s:
+        assert ids(step(s).chunks) == ["urgent"]
+    assert ids(step(s).chunks) == ["kept"]
+
+
 def test_requests_that_may_not_be_preempted_outgrow_the_pool_one_after_the_other():
     s = make_scheduler(num_blocks=5)
     for name in ("first", "second"):
