@@ -151,6 +151,37 @@ def test_what_the_engine_cannot_take_back_is_not_counted_on(level: int | None) -
     assert pool.start(pool.report("d0", 1.0)) == ["priority"]
 
 
+def test_of_many_choices_as_many_are_kept_as_the_tier_keeps_slots() -> None:
+    """One request for more than the tier keeps is no reason to keep none, or all."""
+    pool = Pool(20)
+    kept: list[int] = []
+    for n in (5, 1, 1):  # of 20 slots `batch` keeps two
+        (granted,) = pool.ask("batch", n=n)
+        assert isinstance(granted, Granted)
+        kept.append(granted.grant.kept)
+    assert kept == [2, 0, 0]
+    for n, expected in ((4, 4), (4, 2)):  # and `default` six
+        (granted,) = pool.ask("default", n=n)
+        assert isinstance(granted, Granted)
+        assert granted.grant.kept == expected
+    # Reported, they count as before.
+    alive = ((30, None, 2, 0), (30, 30, 5, 0), (10, None, 6, 0), (10, 10, 2, 0))
+    report = Report(
+        replica_id="d0",
+        slots=20,
+        capacity_tokens=100_000,
+        grants=tuple((1, grant + 1, n) for grant, n in enumerate((5, 1, 1, 4, 4))),
+        alive=alive,
+    )
+    pool.queue.replica_reported(report, 0.0)
+    (granted,) = pool.ask("batch", n=1)
+    assert isinstance(granted, Granted)
+    assert granted.grant.kept == 0
+    # Four slots are free, and seven make way for `priority`.
+    got = [len(pool.ask("priority")) for _ in range(13)]
+    assert got == [1] * 11 + [0, 0]
+
+
 def test_work_that_may_not_be_preempted_keeps_its_slots() -> None:
     pool = Pool(4)
     for _ in range(2):

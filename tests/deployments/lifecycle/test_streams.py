@@ -10,7 +10,7 @@ import pytest
 
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.streams import StreamTable
-from deployments.link.messages import UNTAKABLE, Kind, StreamEvent, Submit, Usage
+from deployments.link.messages import UNTAKABLE, Grant, Kind, StreamEvent, Submit, Usage
 from engine.outputs import Output, StepOutput
 from engine.request import FinishReason, Request, SampledToken, SamplingParams
 from engine.scheduling import Reservation
@@ -103,6 +103,7 @@ class Table:
         window: int = 1024,
         priority: int = 0,
         preemptible: bool = True,
+        grant: Grant | None = None,
         **params: Any,
     ) -> list[str]:
         request = Request(
@@ -112,7 +113,9 @@ class Table:
             priority=priority,
             preemptible=preemptible,
         )
-        submit = Submit(stream_id=stream_id, request=request, n=n, window_tokens=window)
+        submit = Submit(
+            stream_id=stream_id, request=request, n=n, window_tokens=window, grant=grant
+        )
         self.streams.on_message(self.link, submit.to_wire())  # type: ignore[arg-type]
         (first,) = [i for i in self.engine.running if i.endswith(f":{stream_id}:{stream_id}/0")]
         return [first.removesuffix("0") + str(choice) for choice in range(n)]
@@ -296,6 +299,18 @@ async def test_what_is_alive_is_told_with_the_level_at_which_the_engine_runs_it(
     assert table.streams._room_for(_submit(priority=20, n=1))
     assert table.streams._room_for(_submit(priority=10, n=2))
     assert not table.streams._room_for(_submit(priority=10, n=3))
+
+
+async def test_the_first_choices_are_kept_as_far_as_the_grant_says():
+    table = Table()
+    grant = Grant(grant_id=1, epoch=1, replica_id="d", expiry_ms=1000, kept=2)
+    choices = table.submit(1, n=3, priority=30, grant=grant)
+    table.step()
+    assert [table.engine.running[choice].preemptible for choice in choices] == [False, False, True]
+    assert table.streams.alive() == ((30, None, 2, 3), (30, 30, 1, 0))
+    table.streams.slots = 3
+    assert table.streams._room_for(_submit(priority=0, n=1))
+    assert not table.streams._room_for(_submit(priority=0, n=2))
 
 
 def _submit(priority: int, n: int) -> Submit:
