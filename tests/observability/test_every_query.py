@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 from serving import Cluster
@@ -21,6 +22,8 @@ from dashboards.service_level import service_level
 from engine.metrics import CATALOGUE
 
 pytestmark = pytest.mark.cluster
+
+T = TypeVar("T")
 
 JOBS = (GATEWAY_JOB, RAY_JOB)
 
@@ -61,18 +64,27 @@ def wrong(watched: Watched, expressions: list[tuple[str, str]]) -> list[str]:
 
     What Ray lost of a series that never changes, such as a target, is said again within a minute.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        found, left = [], []
-        for where, expr in expressions:
+    left = expressions
+
+    def found() -> list[str]:
+        told: list[str] = []
+        for where, expr in tuple(left):
             values, why = watched.prometheus.values(expr), reason(expr)
             if bool(values) == bool(why):
-                found.append(f"{where}: {len(values)} values, {why or 'expected some'}\n  {expr}")
-                left.append((where, expr))
-        if not left or time.monotonic() > deadline:
-            return found
-        expressions = left
+                told.append(f"{where}: {len(values)} values, {why or 'expected some'}\n  {expr}")
+            else:
+                left.remove((where, expr))
+        return told
+
+    return none_left(found)
+
+
+def none_left(found: Callable[[], T]) -> T:
+    """What is found when nothing is found any more, or when patience has run out."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := found()) and time.monotonic() < deadline:
         time.sleep(0.5)
+    return left
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -105,8 +117,13 @@ def test_every_condition_of_every_alert_has_a_value_while_all_is_well(watched: W
 
 
 def test_every_rule_evaluates_and_none_that_means_a_defect_fires(watched: Watched) -> None:
+
+    def unwell() -> list[tuple[str, str]]:
+        rules = watched.prometheus.rules()
+        return [(r["name"], r["lastError"]) for r in rules if r["health"] != "ok"]
+
+    assert none_left(unwell) == []
     rules = watched.prometheus.rules()
-    assert [(r["name"], r["lastError"]) for r in rules if r["health"] != "ok"] == []
     active = {r["name"] for r in rules if r["type"] == "alerting" and r["state"] != "inactive"}
     defects = {"TailraceNoFigures", "TailracePhaseSumOff", "TailraceBlocksLeaked"}
     defects |= {"TailraceKVCorrupt", "TailraceQueueAway"}
@@ -115,33 +132,39 @@ def test_every_rule_evaluates_and_none_that_means_a_defect_fires(watched: Watche
 
 @pytest.mark.parametrize("job", JOBS)
 def test_every_variable_has_something_to_choose(watched: Watched, job: str) -> None:
-    asked = {name: v.query for name, v in VARIABLES.items() if v.query}
-    offered = {}
-    for name, query in asked.items():
-        selector, label = label_values(query)
-        offered[name] = watched.prometheus.label_values(filled_in(selector, job), label)
-    assert offered["job"] == set(JOBS)
-    assert {"fake", "tiny"} <= offered["model"]
-    assert "default" in offered["tier"]
     pools = [(app, pool) for app in ("fake", "tiny") for pool in ("Prefill", "Decode")]
     running = {replica for at in pools for replica in watched.cluster.pids(*at)}
-    assert running <= offered["replica"]
+    wanted = {"job": set(JOBS), "model": {"fake", "tiny"}, "tier": {"default"}, "replica": running}
+
+    def missing() -> dict[str, set[str]]:
+        left: dict[str, set[str]] = {}
+        for name, variable in VARIABLES.items():
+            if variable.query:
+                selector, label = label_values(variable.query)
+                offered = watched.prometheus.label_values(filled_in(selector, job), label)
+                assert name != "job" or offered <= set(JOBS)
+                if not offered or wanted.get(name, set()) - offered:
+                    left[name] = wanted.get(name, set()) - offered
+        return left
+
+    assert none_left(missing) == {}
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_every_metric_of_the_catalogue_is_served_and_no_other(watched: Watched, job: str) -> None:
-    served = watched.prometheus.label_values(f'{{job="{job}"}}', "__name__")
-    ours = {name for name in served if name.startswith(("tailrace_", "vllm:"))}
     wanted = {
         name
         for metric in CATALOGUE.values()
         if not metric.name.startswith("tailrace_gpu_")
         for name, _ in families(metric)
     }
-    assert {"missing": wanted - ours, "undeclared": ours - wanted} == {
-        "missing": set(),
-        "undeclared": set(),
-    }
+
+    def ours() -> set[str]:
+        served = watched.prometheus.label_values(f'{{job="{job}"}}', "__name__")
+        return {name for name in served if name.startswith(("tailrace_", "vllm:"))}
+
+    assert none_left(lambda: wanted - ours()) == set()
+    assert ours() - wanted == set(), "undeclared"
 
 
 def test_both_ways_of_scraping_tell_the_same_once_the_load_is_over(watched: Watched) -> None:
@@ -149,6 +172,6 @@ def test_both_ways_of_scraping_tell_the_same_once_the_load_is_over(watched: Watc
     told = {job: f'sum by (model, code) (tailrace_requests_total{{job="{job}"}})' for job in JOBS}
     here, there = told[GATEWAY_JOB], told[RAY_JOB]
     same = f"absent({here} != on (model, code) {there}) and on () count({here}) == count({there})"
-    watched.prometheus.wait_for(same, within_s=60)
+    watched.prometheus.wait_for(same, within_s=PATIENCE_S)
     codes = {series["metric"]["code"] for series in watched.prometheus.query(here)}
     assert {"200", "400", "404", "499"} <= codes
