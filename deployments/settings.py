@@ -255,6 +255,11 @@ class PoolSettings(_Strict):
     min_prompt_tokens: int = Field(default=16, ge=1)
     """With pacing: what a step gives to prompts however late its streams are."""
 
+    overlap: bool = False
+    """Plan the next step, and write out the text of the last, while one is computed: the same
+    tokens. Worth it where a core is left beside those that compute. Refused for ranks, which plan
+    each step after the last."""
+
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Decode: a missing part of a prompt up to this long is not worth sending away."""
 
@@ -296,6 +301,7 @@ class PoolSettings(_Strict):
             ageing_s=self.ageing_s,
             pacing=self.pacing,
             min_prompt_tokens=self.min_prompt_tokens,
+            overlap=self.overlap,
         )
 
     @classmethod

@@ -155,6 +155,11 @@ class SchedulerConfig:
     min_prompt_tokens: int = 16
     """With pacing: what a step gives to prompts however late its streams are."""
 
+    overlap: bool = False
+    """Plan the next step, and write out the text of the last, while one is computed. Tokens are the
+    same. Worth it where a core is left beside those that compute. Refused for ranks, which plan
+    each step after the last."""
+
     def __post_init__(self) -> None:
         _at_least("min_prompt_tokens", self.min_prompt_tokens, 1)
         _at_least("max_running_requests", self.max_running_requests, 1)

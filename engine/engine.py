@@ -10,6 +10,13 @@
 Decisions live in the scheduler; this class joins it to an executor and turns tokens into text. The
 lock is free while the forward pass runs, so that a request can be added, reserved or cancelled in
 microseconds on a busy replica.
+
+With overlap passes run on a thread of their own (`engine.execution.pipeline`). A step then plans
+the next one, waits for the pass under way, and commits that while the next runs. A plan that waits
+for its pass is made again when something comes up, so that nobody waits a step longer for it.
+
+Where stages compute one after the other, a step keeps a plan a stage under way, over requests of
+their own, and commits the oldest.
 """
 
 from __future__ import annotations
@@ -17,12 +24,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from engine.cache.blocks import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
-from engine.errors import RequestError
-from engine.execution.executor import Executor
+from engine.errors import ConfigError, RequestError
+from engine.execution.executor import Executor, OverlappingExecutor, StagedExecutor
+from engine.execution.pipeline import Landed, Pipeline
 from engine.models.model import KVLayout
 from engine.outputs import Computed, EngineStats, Output, StepOutput
 from engine.request import FinishReason, Request, RequestId, SampledToken
@@ -34,6 +45,9 @@ from engine.text.tokenizer import Tokenizer
 from engine.transfer.memory import KVMemory
 
 logger = logging.getLogger(__name__)
+
+_PLANNING_SHARE = 0.2
+"""Of this thread's time, at most, goes into making a plan that waits again."""
 
 
 class Engine:
@@ -53,6 +67,7 @@ class Engine:
         max_context_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises ConfigError for an overlap that the executor cannot do."""
         self.config = config
         self.tokenizer = tokenizer
         self.layout = layout
@@ -69,6 +84,20 @@ class Engine:
         self._held: set[RequestId] = set()
         self._reservations: list[Reservation] = []
         self._leases_expired = 0
+        self._pipeline: Pipeline[Any] | None = None
+        if isinstance(executor, OverlappingExecutor):
+            self._pipeline = Pipeline(executor, self._work.set)
+            weakref.finalize(self, self._pipeline.close)
+        self._staged: StagedExecutor | None = None
+        if isinstance(executor, StagedExecutor) and executor.depth > 1:
+            self._staged = executor
+        self._sent: deque[tuple[StepPlan, float]] = deque()
+        """Under way in stages, oldest first, each with when it was planned."""
+
+        self._draining = False
+        self._overlaps = self._overlapping(config.scheduler)
+        self._scheduler.num_stages = self._num_stages
+        self._changed = False  # something that a plan depends on, since the last one
 
     def submit(
         self, request: Request, *, remote: bool = False, hold_s: float | None = None
@@ -100,14 +129,25 @@ class Engine:
             else:
                 self._held.add(request.request_id)
             reservation = self._reserved(request.request_id) if remote else None
-        self._work.set()
+        self.wake()
         return reservation
 
+    @property
+    def overlaps(self) -> bool:
+        """Steps are planned while others are computed."""
+        return self._overlaps
+
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Apply new limits from the next plan on; what runs already keeps its place."""
+        """Apply new limits from the next plan on; what runs already keeps its place.
+
+        Raises ConfigError, and changes nothing, for an overlap that this engine cannot do.
+        """
+        overlaps = self._overlapping(config)
         with self._lock:
             self._scheduler.config = config
-        self._work.set()
+            self._overlaps = overlaps
+            self._scheduler.num_stages = self._num_stages
+        self.wake()
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` for token ids that the model does not have."""
@@ -139,14 +179,14 @@ class Engine:
         with self._lock:
             committed = self._scheduler.kv_arrived(request_id, first, self._clock())
             output = None if committed is None else self._say(committed)
-        self._work.set()
+        self.wake()
         return output
 
     def kv_failed(self, request_id: RequestId) -> None:
         """Nothing usable arrived: compute the prompt here, from the local cached prefix on."""
         with self._lock:
             self._scheduler.kv_failed(request_id)
-        self._work.set()
+        self.wake()
 
     def import_blocks(self, request_id: RequestId) -> tuple[int, ...]:
         """Blocks that a remote request waits for to be filled; empty when it waits for none."""
@@ -162,7 +202,7 @@ class Engine:
         """
         with self._lock:
             blocks = self._scheduler.set_aside(request_id, lease_id, self._clock())
-        self._work.set()
+        self.wake()
         return blocks
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -171,7 +211,7 @@ class Engine:
             self._texts.pop(request_id, None)
             self._held.discard(request_id)
             known = self._scheduler.cancel(request_id)
-        self._work.set()
+        self.wake()
         return known
 
     def pause(self, request_id: RequestId) -> None:
@@ -182,7 +222,7 @@ class Engine:
     def resume(self, request_id: RequestId) -> None:
         with self._lock:
             self._scheduler.resume(request_id)
-        self._work.set()
+        self.wake()
 
     def renew(self, request_id: RequestId, hold_s: float) -> None:
         """Extend the lease on a held request's blocks."""
@@ -193,7 +233,7 @@ class Engine:
         """Give back the lease of a held request. Unknown ids are ignored: leases expire."""
         with self._lock:
             self.blocks.release(request_id)
-        self._work.set()  # somebody may be waiting for these blocks
+        self.wake()  # somebody may be waiting for these blocks
 
     def unfinished(self, request_ids: Iterable[RequestId]) -> set[RequestId]:
         """Those that wait, run or are imported here."""
@@ -206,35 +246,133 @@ class Engine:
             expired = self.blocks.expire(self._clock())
             self._leases_expired += len(expired)
         if expired:
-            self._work.set()
+            self.wake()
         return expired
 
     def step(self) -> StepOutput | None:
-        """Plan, execute and commit one forward pass. None when there is nothing to compute."""
+        """Plan, execute and commit one forward pass. None when there is nothing to compute.
+
+        With overlap the pass that ends in this call may have begun in the last one, and another may
+        be under way when it returns.
+        """
+        if self._pipeline is not None and (self._overlaps or not self._pipeline.idle):
+            return self._overlapped_step(self._pipeline)
+        if self._staged is not None:
+            return self._staged_step(self._staged)
         started = self._clock()
-        with self._lock:
-            plan = self._scheduler.plan(started)
-            self._collect_reservations()
-            if plan is None:
-                self._work.clear()
-                if not self._reservations:
-                    return None
-                return self._new_output()
+        plan = self._plan(started)
+        if plan is None:
+            return self._reserved_only()
         try:
             result = self._executor.execute(plan)
         except UnusableLogits as error:
-            return self._drop_faulty(plan, error)
+            with self._lock:
+                self._scheduler.abandon(plan)
+                return self._drop_faulty(error)
         with self._lock:
             out = self._commit(plan, self._scheduler.commit(plan, result, self._clock()))
         out.num_tokens = plan.num_tokens
         out.duration_s = self._clock() - started
         return out
 
+    def _staged_step(self, executor: StagedExecutor) -> StepOutput | None:
+        while len(self._sent) < self._num_stages and not self._draining:
+            now = self._clock()
+            plan = self._plan(now)
+            if plan is None:
+                break
+            executor.submit(plan)
+            self._sent.append((plan, now))
+        if not self._sent:
+            return self._reserved_only()
+        plan, started = self._sent.popleft()
+        try:
+            result = executor.collect()
+        except UnusableLogits as error:
+            self._draining = bool(self._sent)
+            with self._lock:
+                self._scheduler.abandon(plan, sampling=True)
+                return self._drop_faulty(error)
+        self._draining = self._draining and bool(self._sent)
+        with self._lock:
+            out = self._commit(plan, self._scheduler.commit(plan, result, self._clock()))
+        out.num_tokens = plan.num_tokens
+        out.duration_s = self._clock() - started
+        return out
+
+    @property
+    def _num_stages(self) -> int:
+        """Plans to keep under way."""
+        return self._staged.depth if self._staged is not None and self._overlaps else 1
+
+    def _overlapped_step(self, pipeline: Pipeline[Any]) -> StepOutput | None:
+        if pipeline.idle:
+            plan = self._plan(self._clock())
+            if plan is None:
+                return self._reserved_only()
+            pipeline.put(plan)
+        landed = self._wait_landed(pipeline)
+        plan = landed.plan
+        if landed.error is not None:
+            if not isinstance(landed.error, UnusableLogits):
+                raise landed.error
+            waiting = pipeline.take_back()
+            with self._lock:
+                if waiting is not None:
+                    self._scheduler.recall(waiting)
+                self._scheduler.abandon(plan)
+                out = self._drop_faulty(landed.error)
+            pipeline.resume()
+            return out
+        assert landed.result is not None
+        with self._lock:
+            committed = self._scheduler.commit(
+                plan, landed.result, self._clock(), took_s=landed.took_s
+            )
+            out = self._commit(plan, committed)
+        out.num_tokens = plan.num_tokens
+        out.duration_s = landed.took_s
+        return out
+
+    def _wait_landed(self, pipeline: Pipeline[Any]) -> Landed:
+        """Keep a plan ready behind the pass under way until that has ended."""
+        planned_s, not_before = 0.0, 0.0
+        self._changed = True  # the last commit, at least
+        while True:
+            self._work.clear()
+            landed = pipeline.take_landed()
+            if landed is not None:
+                return landed
+            now = self._clock()
+            if self._changed and self._overlaps and now >= not_before:
+                self._changed = False
+                self._plan_ahead(pipeline)
+                planned_s = self._clock() - now
+                not_before = now + planned_s / _PLANNING_SHARE
+            elif self._changed and self._overlaps:
+                self._work.wait(not_before - now)
+            else:
+                self._work.wait()
+
+    def _plan_ahead(self, pipeline: Pipeline[Any]) -> None:
+        """Put a plan behind the pass under way, in the place of one that waits there."""
+        waiting = pipeline.take_back()
+        with self._lock:
+            if waiting is not None:
+                self._scheduler.recall(waiting)
+            elif self._scheduler.num_in_flight > 1:
+                return  # it has begun; the pass before it has landed
+            plan = self._scheduler.plan(self._clock())
+            self._collect_reservations()
+        if plan is not None:
+            pipeline.put(plan)
+
     def wait(self, timeout_s: float) -> bool:
         """Block until there may be work. False on timeout."""
         return self._work.wait(timeout_s)
 
     def wake(self) -> None:
+        self._changed = True
         self._work.set()
 
     def stats(self) -> EngineStats:
@@ -252,6 +390,9 @@ class Engine:
                 prefix_hit_tokens=blocks.num_hit_tokens,
                 num_preemptions=scheduler.num_preemptions,
                 num_leases_expired=self._leases_expired,
+                num_steps=scheduler.num_steps,
+                num_steps_ahead=scheduler.num_steps_ahead,
+                num_discarded_rows=scheduler.num_discarded_rows,
             )
 
     def check(self) -> None:
@@ -261,7 +402,33 @@ class Engine:
             self.blocks.check()
 
     def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
         self._executor.close()
+
+    def _overlapping(self, config: SchedulerConfig) -> bool:
+        if self._staged is not None:
+            return True  # else stages would wait for each other
+        if config.overlap and self._pipeline is None:
+            raise ConfigError(
+                "overlap=True: ranks of one stage plan each step after the last one: leave it out, "
+                "or let the replica be one rank"
+            )
+        return config.overlap
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """A plan behind nothing. None: there is nothing to compute until somebody sets `_work`."""
+        with self._lock:
+            plan = self._scheduler.plan(now)
+            self._collect_reservations()
+            if plan is None:
+                self._work.clear()
+        return plan
+
+    def _reserved_only(self) -> StepOutput | None:
+        """What there is to say without a pass."""
+        with self._lock:
+            return self._new_output() if self._reservations else None
 
     def _new_output(self) -> StepOutput:
         """With what became known since the last one."""
@@ -311,16 +478,15 @@ class Engine:
                 del self._texts[request_id]
         return Output(request_id, entry.token, text, finish, entry.num_cached_tokens)
 
-    def _drop_faulty(self, plan: StepPlan, error: UnusableLogits) -> StepOutput:
+    def _drop_faulty(self, error: UnusableLogits) -> StepOutput:
         """End the one request whose logits hold no token; the others are planned again."""
         logger.error("request %s ends: %s", error.request_id, error)
-        with self._lock:
-            self._scheduler.abandon(plan)
-            self._scheduler.finish(error.request_id, FinishReason.ERROR)
-            self._texts.pop(error.request_id, None)
-            self._held.discard(error.request_id)
-            out = self._new_output()
-        out.outputs.append(Output(error.request_id, None, "", FinishReason.ERROR, 0))
+        known = self._scheduler.finish(error.request_id, FinishReason.ERROR)
+        self._texts.pop(error.request_id, None)
+        self._held.discard(error.request_id)
+        out = self._new_output()
+        if known:  # else it ended, and was computed for nothing
+            out.outputs.append(Output(error.request_id, None, "", FinishReason.ERROR, 0))
         return out
 
     def kv_bytes(self, token_ids: tuple[int, ...], salt: str) -> list[bytes]:

@@ -55,6 +55,8 @@ class StepOutput:
     """Tokens computed by the forward pass."""
 
     duration_s: float = 0.0
+    """Of a step planned ahead: its pass alone, the rest of it lies beside other passes."""
+
     prompts: list[tuple[RequestId, int]] = field(default_factory=_none)
     """Requests of which a share of the prompt was computed, and of how many tokens."""
 
@@ -81,3 +83,9 @@ class EngineStats:
     prefix_hit_tokens: int
     num_preemptions: int
     num_leases_expired: int
+    num_steps: int = 0
+    num_steps_ahead: int = 0
+    """Of those, planned while the one before was computed."""
+
+    num_discarded_rows: int = 0
+    """Tokens sampled for requests that had ended."""

@@ -15,7 +15,7 @@ from engine.execution.pool import KVPool
 from engine.models.model import Model
 from engine.request import SamplingParams
 from engine.sampling.batched import BatchedSampler
-from engine.scheduling.plan import Chunk, StepPlan, StepResult
+from engine.scheduling.plan import Chunk, StepPlan, StepResult, resolved
 
 
 class DeviceExecutor:
@@ -65,6 +65,16 @@ class DeviceExecutor:
                 # Nothing was fetched, so nothing waited: after a step its KV may be read by others.
                 torch.cuda.current_stream(self._model.device).synchronize()
         return StepResult(dict(zip(request_ids, tokens, strict=True)))
+
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        """See `OverlappingExecutor.prepare`. Inputs are built when their tokens are known: graphs
+        and copies have one buffer each on the host, which the pass before may still be read from.
+        """
+        return plan
+
+    def run(self, prepared: StepPlan, last: StepResult) -> StepResult:
+        """See `OverlappingExecutor.run`. Raises as `execute`."""
+        return self.execute(resolved(prepared, last))
 
     def warm_up(
         self, *, max_step_tokens: int, max_context_tokens: int, max_running_requests: int

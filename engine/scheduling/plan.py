@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.cache.blocks import BlockCopy
 from engine.request import RequestId, SampledToken, SamplingParams
-
 
 PENDING = -1
 """Stands for a token that the pass before this one samples, in a plan made while that one runs."""
@@ -84,3 +83,16 @@ class StepResult:
     """What the pass produced: one token for each chunk with `sample`, keyed by request."""
 
     tokens: dict[RequestId, SampledToken]
+
+
+def resolved(plan: StepPlan, last: StepResult) -> StepPlan:
+    """The plan with the tokens of the pass before it instead of `PENDING`."""
+    if not any(chunk.pending for chunk in plan.chunks):
+        return plan
+    chunks = tuple(
+        replace(chunk, token_ids=(last.tokens[chunk.request_id].token_id,))
+        if chunk.pending
+        else chunk
+        for chunk in plan.chunks
+    )
+    return replace(plan, chunks=chunks)

@@ -114,6 +114,7 @@ class _Flight:
     ids: frozenset[RequestId]
     work: StepWork
     planned_at: float
+    ahead: bool
 
 
 class Scheduler:
@@ -122,6 +123,10 @@ class Scheduler:
     The caller alternates `plan` and `commit`, or plans once more before it commits; every other
     method may be called at any moment, also between the two, while the planned pass is running.
     `now` is any clock that only runs forwards.
+
+    With `num_stages` above 1 so many plans may be in flight, for the stages of a pipeline. None of
+    them needs a token that another samples: each has its share of the streams, and later parts of
+    prompts follow earlier ones.
 
     A sequence ends at `max_context_tokens` or at what the whole KV pool holds, whichever is less.
     """
@@ -147,11 +152,16 @@ class Scheduler:
         self._running: list[Tracked] = []  # by rank
         self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
         self._aged: list[tuple[RequestId, int]] = []  # not yet taken
-        self._flights: list[_Flight] = []  # oldest first, at most two
+        self.num_stages = 1
+        self._flights: list[_Flight] = []  # oldest first, at most two or one a stage
         self._deferred: dict[RequestId, Tracked] = {}  # ended while in flight, blocks still held
         self._preempted: list[RequestId] = []  # not yet announced in a plan
         self._left: list[RequestId] = []  # not yet announced in a plan
         self.cost = StepCost()
+        self.num_steps = 0
+        self.num_steps_ahead = 0
+        """Of those, planned while the one before was computed."""
+
         self.num_discarded_rows = 0
         """Tokens sampled for requests that had ended."""
 
@@ -178,6 +188,11 @@ class Scheduler:
     def num_waiting_remote(self) -> int:
         """Admitted requests whose KV is on its way."""
         return len(self._remote)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were neither committed nor given up."""
+        return len(self._flights)
 
     @property
     def has_work(self) -> bool:
@@ -361,7 +376,7 @@ class Scheduler:
         The caller executes the plan and answers with `commit` or `abandon`. Before that it may plan
         once more, ahead: None then also where the step has to wait for that pass to be planned.
         """
-        assert len(self._flights) < 2, "two plans are neither committed nor abandoned"
+        assert len(self._flights) < max(2, self.num_stages), "too many plans are in flight"
         step = self._begin_step(now)
         self._plan_running(step)
         # Blocks taken from one request to keep others running are not for a newcomer, unless
@@ -385,7 +400,7 @@ class Scheduler:
                 tracked.planned_tokens
             )
             tracked.in_flight_tokens += num_tokens
-        self._flights.append(_Flight(plan, frozenset(step.scheduled), work, now))
+        self._flights.append(_Flight(plan, frozenset(step.scheduled), work, now, step.ahead))
         return plan
 
     def commit(
@@ -399,6 +414,8 @@ class Scheduler:
         self.blocks.settle_copies(plan.copies, made=True)
         seconds = now - flight.planned_at if took_s is None else took_s
         self.cost.observe(flight.work, max(0.0, seconds))
+        self.num_steps += 1
+        self.num_steps_ahead += flight.ahead
         committed: list[Committed] = []
         for chunk in plan.chunks:
             ended = self._deferred.get(chunk.request_id)
@@ -414,12 +431,17 @@ class Scheduler:
                 committed.append(self._append(tracked, result.tokens[chunk.request_id]))
         return committed
 
-    def abandon(self, plan: StepPlan) -> None:
-        """The only pass failed: none of its tokens count, and its requests want the same ones
-        again."""
-        assert len(self._flights) == 1, "the plan made ahead of it was not recalled"
+    def abandon(self, plan: StepPlan, *, sampling: bool = False) -> None:
+        """The oldest pass failed: none of its tokens count, and its requests want the same ones
+        again. With several stages: once those in flight are committed, before which nothing may be
+        planned.
+
+        sampling: that is what failed, so that copies are made and later parts of its prompts, which
+        may be in flight, follow KV that is there.
+        """
+        assert sampling or len(self._flights) == 1, "the plan ahead was not recalled"
         self._land(plan)
-        self.blocks.settle_copies(plan.copies, made=False)
+        self.blocks.settle_copies(plan.copies, made=sampling)
         self._ground(plan)
 
     def recall(self, plan: StepPlan) -> None:
@@ -487,7 +509,11 @@ class Scheduler:
         ahead = bool(self._flights)
         if not self.config.pacing or all(t.itl_s is None for t in self._running):
             return _Step(now, most, most, frozenset(), ahead)
-        decoding = [t for t in self._running if t.decoding and not t.paused and not t.ending]
+        decoding = [
+            t
+            for t in self._running
+            if t.decoding and not t.paused and not t.ending and not self._elsewhere(t)
+        ]
         streams = [
             Stream(
                 t.level,
@@ -527,15 +553,18 @@ class Scheduler:
     def _plan_running(self, step: _Step) -> None:
         decoding = [t for t in self._running if t.decoding]
         prompting = [t for t in self._running if not t.decoding]
+        share = -(-sum(not t.paused for t in decoding) // self.num_stages)
         for tracked in (*decoding, *prompting):
             if step.budget == 0:
                 return
             if tracked.paused or tracked.state is not State.RUNNING:  # or preempted a moment ago
                 continue
-            if tracked.ending:
+            if tracked.ending or self._elsewhere(tracked):
                 continue
             if tracked.request_id in step.skipped:
                 continue
+            if tracked.decoding and len(step.scheduled) >= share:
+                continue  # the others are for the other stages
             num_tokens = self._share(tracked, step)
             if num_tokens == 0:
                 continue
@@ -543,6 +572,10 @@ class Scheduler:
                 step.schedule(tracked, num_tokens)
             elif step.premature:
                 return
+
+    def _elsewhere(self, tracked: Tracked) -> bool:
+        """Does another stage compute what its next token follows from?"""
+        return self.num_stages > 1 and tracked.in_flight_samples > 0
 
     def _extend(self, tracked: Tracked, num_tokens: int, step: _Step) -> bool:
         """Get blocks for `num_tokens` positions, at the cost of requests that are no more urgent.
@@ -574,7 +607,7 @@ class Scheduler:
         while not step.premature and self._admit_entitled(step):
             pass
         # Those who end with the pass under way leave their slots and blocks to the next in line.
-        if step.ahead and any(t.ending for t in self._running):
+        if step.ahead and self.num_stages == 1 and any(t.ending for t in self._running):
             step.premature |= self._waiting.first(step.now) is not None
 
     def _admit_waiting(self, step: _Step) -> None:

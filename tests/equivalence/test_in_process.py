@@ -139,6 +139,27 @@ def test_preemption_in_a_tiny_pool_changes_nothing(model, alone):
     assert built.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"page": 8},
+        {"max_step_tokens": 7, "max_chunk_tokens": 7},
+        {"page": 8, "num_blocks": 24},
+        {"max_running_requests": 2},
+    ],
+    ids=["batch", "chunks of 7", "tiny pool", "two at a time"],
+)
+def test_steps_planned_while_others_are_computed_change_nothing(model, alone, limits):
+    built = build(model, overlap=True, **limits)
+    same(drive(built, workload()), alone)
+    stats = built.engine.stats()
+    assert stats.num_steps_ahead > stats.num_steps / 2
+    assert (stats.num_preemptions > 0) is ("num_blocks" in limits)
+    # Whether a prefix is there changes what is computed, not what comes out.
+    same(drive(built, workload()), alone)
+    built.engine.close()
+
+
 def test_a_warm_prefix_changes_nothing(model, alone):
     built = build(model, page=8)
     drive(built, workload())
@@ -194,12 +215,15 @@ async def pull(prefill: BuiltEngine, decode: BuiltEngine, request: Request, **tr
     return answer, None
 
 
-@pytest.mark.parametrize(("prefill_page", "decode_page"), [(8, 8), (16, 16), (256, 256), (16, 8)])
+@pytest.mark.parametrize(
+    ("prefill_page", "decode_page", "overlap"),
+    [(8, 8, True), (16, 16, False), (256, 256, False), (16, 8, False)],
+)
 async def test_prefill_elsewhere_split_at_any_token_changes_nothing(
-    model, alone, prefill_page, decode_page
+    model, alone, prefill_page, decode_page, overlap
 ):
-    prefill = build(model, page=prefill_page, num_blocks=6400 // prefill_page + 2)
-    decode = build(model, page=decode_page, num_blocks=6400 // decode_page + 2)
+    prefill = build(model, page=prefill_page, num_blocks=6400 // prefill_page + 2, overlap=overlap)
+    decode = build(model, page=decode_page, num_blocks=6400 // decode_page + 2, overlap=overlap)
     for cut in (0, 1, 2, 5):
         for request in workload():
             whole = alone[request.request_id]

@@ -5,6 +5,7 @@ it, and the next token on all cells of the sequence, read through the block tabl
 block shared wrongly or freed too early, or a token sampled too soon changes what comes out.
 """
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +17,7 @@ from engine.cache import BlockManager
 from engine.config import CacheConfig, SchedulerConfig
 from engine.request import FinishReason, Request, SampledToken, SamplingParams
 from engine.scheduling import Scheduler, StepResult
+from engine.scheduling.plan import resolved
 
 EOS = 0
 VOCAB = 12
@@ -119,6 +121,12 @@ class FakeExecutor:
             self.known[request_id].append(token)
         return StepResult({r: SampledToken(t) for r, t in tokens.items()})
 
+    def forget(self, result):
+        """What was sampled does not count."""
+        for request_id in result.tokens:
+            if request_id in self.known:  # it may have left by a later plan
+                self.known[request_id].pop()
+
     def import_kv(self, reservation, token_ids):
         """What a transport does: fill the reserved blocks beyond the cached prefix."""
         first = reservation.num_cached_tokens
@@ -147,6 +155,15 @@ class Setup:
     others: bool = False
     """Strangers with the same prompts come along and are cancelled on the way."""
 
+    stages: int = 1
+    """Plans under way at once, each over requests of its own."""
+
+    failing: int = 0
+    """Of so many passes one computes its KV but samples nothing. 0: none does."""
+
+    ahead: bool = False
+    """A step is planned while the one before is computed."""
+
 
 def make_engine(requests, setup):
     largest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
@@ -164,18 +181,28 @@ def make_engine(requests, setup):
     )
     blocks = BlockManager(cache, "fake")
     scheduler = Scheduler(limits, blocks, eos_token_ids=(EOS,), max_context_tokens=10_000)
+    scheduler.num_stages = setup.stages
     return scheduler, FakeExecutor(blocks)
 
 
 class Served:
     """Collects what each request emitted."""
 
-    def __init__(self, scheduler, executor):
+    def __init__(self, scheduler, executor, ahead=False):
         self.scheduler = scheduler
         self.executor = executor
+        self.failing = 0
+        self.draining = False
+        self.num_landed = 0
+        self.ahead = ahead
         self.now = 0.0
+        self.under_way = deque()
+        self.most_under_way = 0
         self.out = {}
         self.finish = {}
+        self.flights = []
+        self.num_ahead = 0
+        self.last = StepResult({})
 
     def take(self, committed):
         for c in committed:
@@ -193,14 +220,50 @@ class Served:
             self.take([self.scheduler.kv_arrived(reservation.request_id, token, self.now)])
 
     def step(self):
+        """Plan for every stage that is free, then commit the oldest plan."""
+        if self.ahead:
+            return self.step_ahead()
         self.now += 1.0
-        plan = self.scheduler.plan(self.now)
-        self.import_reserved()
-        if plan is not None:
-            result = self.executor.execute(plan)
+        while len(self.under_way) < self.scheduler.num_stages and not self.draining:
+            plan = self.scheduler.plan(self.now)
+            self.import_reserved()
+            self.scheduler.check()
+            if plan is None:
+                break
+            self.under_way.append((plan, self.executor.execute(plan)))
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        if not self.under_way:
+            return None
+        plan, result = self.under_way.popleft()
+        self.num_landed += 1
+        if self.failing and self.num_landed % self.failing == 0:
+            self.executor.forget(result)
+            self.scheduler.abandon(plan, sampling=self.scheduler.num_stages > 1)
+            self.draining = True
+        else:
             self.take(self.scheduler.commit(plan, result, self.now))
+        self.draining = self.draining and bool(self.under_way)
         self.scheduler.check()
         return plan
+
+    def step_ahead(self):
+        """Plan behind the pass under way, let that end, begin the next, take in the first."""
+        self.now += 1.0
+        if not self.flights:
+            self.put(self.scheduler.plan(self.now))
+        if not self.flights:
+            return
+        self.put(self.scheduler.plan(self.now))
+        self.import_reserved()
+        plan = self.flights.pop(0)
+        self.last = self.executor.execute(resolved(plan, self.last))
+        self.take(self.scheduler.commit(plan, self.last, self.now))
+        self.scheduler.check()
+
+    def put(self, plan):
+        if plan is not None:
+            self.num_ahead += bool(self.flights)
+            self.flights.append(plan)
 
     def run(self, most=3000):
         for _ in range(most):
@@ -212,7 +275,8 @@ class Served:
 
 
 def serve(requests, setup):
-    served = Served(*make_engine(requests, setup))
+    served = Served(*make_engine(requests, setup), ahead=setup.ahead)
+    served.failing = setup.failing
     scheduler = served.scheduler
     if setup.warm:
         for request in requests:
@@ -278,6 +342,27 @@ SETUPS = {
     "cancelled others, tiny pool": Setup(others=True, spare_blocks=2, block_tokens=2),
     "copied parts": Setup(others=True, block_tokens=8, reuse_tokens=2, chunk_tokens=5),
     "copied parts, tiny pool": Setup(others=True, block_tokens=4, reuse_tokens=1, spare_blocks=1),
+    "two stages": Setup(stages=2, chunk_tokens=5),
+    "three stages, tiny pool": Setup(stages=3, spare_blocks=1, block_tokens=2, chunk_tokens=3),
+    "two stages, few slots": Setup(stages=2, slots=2, warm=True),
+    "two stages, remote": Setup(stages=2, remote=True, spare_blocks=1, block_tokens=2),
+    "two stages, failing": Setup(stages=2, failing=3, chunk_tokens=3, step_tokens=5),
+    "three stages, failing, copied parts": Setup(
+        stages=3, failing=4, chunk_tokens=3, reuse_tokens=2, block_tokens=8, others=True
+    ),
+    "failing": Setup(failing=2, chunk_tokens=3),
+    "three stages, cancelled others": Setup(stages=3, others=True, reuse_tokens=2, block_tokens=8),
+    "ahead": Setup(ahead=True, slots=3),
+    "ahead, chunks, tiny pool": Setup(
+        ahead=True, spare_blocks=2, block_tokens=2, chunk_tokens=3, step_tokens=5
+    ),
+    "ahead, remote, tiny pool": Setup(ahead=True, remote=True, spare_blocks=1, block_tokens=2),
+    "ahead, cancelled others, tiny pool": Setup(
+        ahead=True, others=True, spare_blocks=2, block_tokens=2
+    ),
+    "ahead, copied parts": Setup(
+        ahead=True, others=True, block_tokens=8, reuse_tokens=2, chunk_tokens=5
+    ),
 }
 
 
@@ -303,6 +388,50 @@ def test_a_tiny_pool_does_preempt():
     ]
     served, scheduler = serve(workload, Setup(spare_blocks=1, block_tokens=2))
     assert scheduler.num_preemptions > 3
+    assert served.out == {r.request_id: expected(r)[0] for r in workload}
+
+
+def test_stages_share_streams_and_follow_prompts():
+    """Four streams on two stages: two each; then a prompt, whose parts follow each other."""
+    workload = [
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=(i, 5),
+            params=SamplingParams(max_tokens=30, ignore_eos=True),
+        )
+        for i in range(1, 5)
+    ]
+    scheduler, executor = make_engine(workload, Setup(stages=2, chunk_tokens=4, step_tokens=6))
+    served = Served(scheduler, executor)
+    for request in workload:
+        scheduler.add(request, 0.0)
+    for _ in range(6):
+        served.step()
+    assert [len(plan.chunks) for plan, _ in served.under_way] == [2]
+    long = replace(workload[0], request_id="long", prompt_ids=(7,) * 12)
+    scheduler.add(long, served.now)
+    plans = [served.step() for _ in range(4)][1:]
+    parts = [[c for c in plan.chunks if c.request_id == "long"] for plan in plans]
+    assert [[c.first_token for c in part] for part in parts] == [[0], [4], [8]]
+    streams = [{c.request_id for c in plan.chunks} - {"long"} for plan in plans]
+    assert streams[0] == streams[2]
+    assert streams[0] | streams[1] == {"r1", "r2", "r3", "r4"}
+    assert not streams[0] & streams[1]
+    served.run()
+    assert served.most_under_way == 2
+    assert served.out == {r.request_id: expected(r)[0] for r in (*workload, long)}
+
+
+def test_a_step_is_planned_ahead_unless_somebody_waits_for_what_the_pass_gives_back():
+    def request(name, max_tokens):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Request(request_id=name, prompt_ids=(1, 2, 3), params=params)
+
+    workload = [request("a", 9), request("b", 4), request("c", 2)]
+    served, scheduler = serve(workload, Setup(ahead=True, slots=2))
+    # Eight of nine steps of "a" come after another. In one of them "b" ends, and "c" waits for it.
+    assert (scheduler.num_steps, scheduler.num_steps_ahead) == (9, 7)
+    assert scheduler.num_discarded_rows == 0
     assert served.out == {r.request_id: expected(r)[0] for r in workload}
 
 
@@ -487,7 +616,80 @@ class CopyingMachine(SchedulerMachine):
     reuse_tokens = 1
 
 
+class AheadMachine(SchedulerMachine):
+    """As much, with two plans at a time: one that runs, or has run, and one behind it.
+
+    A pass computes at any moment between its begin and its end, so that whoever writes into blocks
+    that it still uses is found out. It may begin before the one ahead is committed.
+    """
+
+    reuse_tokens = 1
+
+    def __init__(self):
+        super().__init__()
+        self.flights = []  # plans, oldest first
+        self.results = []  # of those that have run, oldest first
+        self.last = StepResult({})
+
+    # What the plain machine calls a step.
+    begin_step = end_step = step_fails = None
+
+    @precondition(lambda self: len(self.flights) < 2)
+    @rule(passed=st.integers(0, 4))
+    def plan_step(self, passed):
+        self.served.now += passed
+        plan = self.scheduler.plan(self.served.now)
+        self.collect()
+        if plan is None:
+            return
+        assert not (self.flights and plan.preempted)
+        assert not self.held & set(plan.preempted)
+        self.flights.append(plan)
+
+    @precondition(lambda self: len(self.results) < len(self.flights))
+    @rule()
+    def compute(self):
+        self.last = self.executor.execute(resolved(self.flights[len(self.results)], self.last))
+        self.results.append(self.last)
+
+    @precondition(lambda self: self.results)
+    @rule()
+    def land(self):
+        plan, result = self.flights.pop(0), self.results.pop(0)
+        committed = self.scheduler.commit(plan, result, self.served.now)
+        assert not {c.request_id for c in committed} & self.cancelled
+        self.served.take(committed)
+
+    @precondition(lambda self: len(self.flights) == 2 and len(self.results) < 2)
+    @rule()
+    def recall(self):
+        self.scheduler.recall(self.flights.pop())
+
+    @precondition(lambda self: len(self.flights) == len(self.results) == 1)
+    @rule()
+    def pass_fails(self):
+        self.scheduler.abandon(self.flights.pop())
+        for request_id in self.results.pop().tokens:
+            self.executor.known[request_id].pop()
+
+    def teardown(self):
+        while self.flights:
+            if not self.results:
+                self.compute()
+            self.land()
+        self.begin_step = self.plan_and_land
+        super().teardown()
+
+    def plan_and_land(self, passed):
+        self.plan_step(passed)
+        if self.flights:
+            self.compute()
+            self.land()
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestCopies = CopyingMachine.TestCase
 TestCopies.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
