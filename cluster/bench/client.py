@@ -18,6 +18,7 @@ from cluster.errors import ClusterError
 
 _LINE_END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
+_HEARING_S = 0.01
 
 
 class ProtocolError(ClusterError):
@@ -277,6 +278,8 @@ class Client:
 
     async def warm(self, count: int) -> None:
         """Have so many connections open: what follows measures requests, not connects."""
+        # Servers close what was idle for seconds, and the loop did not run since: it hears it now.
+        await asyncio.sleep(_HEARING_S)
         self._idle = [connection for connection in self._idle if connection.usable]
         missing = max(0, count - len(self._idle))
         self._idle += await asyncio.gather(*(self._connect() for _ in range(missing)))

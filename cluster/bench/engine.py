@@ -80,6 +80,7 @@ def measure_once(
         threads=threads,
         repeats=1,
         spawned_s=time.monotonic(),
+        rates_only=True,
     )
     return _run(job, threads)
 

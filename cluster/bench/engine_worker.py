@@ -44,6 +44,8 @@ class EngineJob:
     decode_prompt_tokens: int = DECODE_PROMPT_TOKENS
     decode_tokens: int = DECODE_TOKENS
     batches: tuple[int, ...] = (1, 16)
+    rates_only: bool = False
+    """Neither the limit of the linear layers nor what a step costs beside the model's pass."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,7 +73,8 @@ def measure(job: EngineJob) -> dict[str, Any]:
 
     bystanders = Bystanders(list)
     model = _own(built)
-    bench = _Bench(built, _linear_layers(model), random.Random(0))
+    limit = None if job.rates_only else _linear_layers(model)
+    bench = _Bench(built, limit, random.Random(0))
     bench.prefill(job.prefill_tokens)
     for batch in job.batches:
         bench.decode(batch, job.decode_prompt_tokens, 8)
@@ -89,14 +92,14 @@ def measure(job: EngineJob) -> dict[str, Any]:
                 ),
             )
     overheads: dict[str, list[float]] = {"greedy": [], "sampled": []}
-    for _ in range(job.repeats):
+    for _ in range(0 if job.rates_only else job.repeats):
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             overheads[name].append(
                 bench.overhead(
                     max(job.batches), job.decode_prompt_tokens, job.decode_tokens, temperature
                 )
             )
-    out["step_overhead"] = {name: statistics.median(v) for name, v in overheads.items()}
+    out["step_overhead"] = {name: statistics.median(v) for name, v in overheads.items() if v}
     built.engine.check()
     out["others_cpu_share"] = bystanders.share()
     out["samples"] = rates

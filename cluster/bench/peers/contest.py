@@ -40,7 +40,7 @@ OURS = "tailrace"
 SERVED_PEERS = ("vllm", "llama.cpp", "transformers")
 TRAFFIC = ("requests_per_s", "itl_p99_ms")
 _CONTEXT = 2048
-_TRAFFIC_S = 20.0
+_TRAFFIC_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +199,12 @@ def _serve_in_turn(
 ) -> None:
     by_name = {side.name: side for side in sides}
     pace: list[float] = []
+    turn, last = 0, len(sides) * effort.rounds
     for name, turns in in_turn(list(by_name), effort.rounds):
         with _asked(by_name[name], vocab, results.shares, say) as bench:
             for _ in range(turns):
+                turn += 1
+                say(f"served, turn {turn} of {last}: {name}")
                 figures = bench.figures()
                 if effort.traffic_requests:
                     figures |= _traffic(bench, pace, effort)
@@ -268,8 +271,11 @@ def _ours_for(peer: str) -> str:
 
 def _run_in_turn(tools: Sequence[Tool], rows: Rows, rounds: int, say: Say) -> None:
     by_name = {tool.name: tool for tool in tools}
+    turn, last = 0, len(tools) * rounds
     for name, turns in in_turn(list(by_name), rounds):
         for _ in range(turns):
+            turn += 1
+            say(f"alone, turn {turn} of {last}: {name}")
             _note(rows, name, by_name[name].run(), say)
 
 

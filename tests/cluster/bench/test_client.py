@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -173,6 +175,26 @@ async def test_warm_connections_are_the_ones_that_requests_use():
         await asyncio.gather(*(client.stream("/", b"{}") for _ in range(3)))
         client.close()
     assert len(peers) == 3
+
+
+async def test_a_connection_closed_while_the_loop_did_not_run_is_not_warm():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_one() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(HEAD + chunked(*ANSWER))
+
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        await client.warm(1)
+        listener.accept()[0].close()
+        server = threading.Thread(target=answer_one, daemon=True)
+        server.start()
+        await client.warm(1)
+        result = await client.stream("/", b"{}")
+        assert (result.error, result.text) == (None, "Hello")
+        server.join()
 
 
 async def test_a_refusal_is_the_results_error():
