@@ -132,7 +132,7 @@ async def local_cluster():
             block_tokens=8,
             num_threads=1,
         )
-        values = {"local_prefill_tokens": 16, "pull_stall_s": 120.0, **settings}
+        values = {"local_prefill_tokens": 16, "pull_stall_s": 60.0, **settings}
         cluster = LocalCluster(args, PoolSettings.model_validate(values))
         made.append(cluster)
         return cluster
