@@ -258,6 +258,10 @@ def status(context: int, as_json: bool) -> None:
                 "log_dir": record.log_dir,
                 "head_pid": record.head_pid,
                 "pids": list(now.pids),
+                "queues": {
+                    model: {"leading": each.leading, "standing_by": list(each.standing_by)}
+                    for model, each in now.queues.items()
+                },
                 "applications": {
                     application.name: {
                         "status": application.status,
@@ -306,6 +310,8 @@ def status(context: int, as_json: bool) -> None:
                     click.echo(f"    {now.memory[replica.replica_id].told(context)}")
             if deployment.message:
                 click.echo(f"    {deployment.message.splitlines()[-1]}")
+    for model, each in now.queues.items():
+        click.echo(f"queue of {model}  {each}")
     click.echo(f"logs {record.log_dir}\ndashboard {record.dashboard_url}")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Final
-
-import httpx
 
 from engine.memory import MemoryPlan
 
@@ -34,15 +31,6 @@ def from_metrics(text: str) -> dict[str, MemoryPlan]:
         for replica, found in values.items()
         if found.keys() >= _NEEDED
     }
-
-
-def memory_of_replicas(url: str) -> Mapping[str, MemoryPlan]:
-    """Ask a gateway. Nothing where it does not answer, or is another kind of application."""
-    try:
-        answer = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
-        return from_metrics(answer.text) if answer.status_code == 200 else {}
-    except httpx.HTTPError:
-        return {}
 
 
 def to_json(plan: MemoryPlan, context_tokens: int) -> dict[str, int]:

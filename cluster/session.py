@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import httpx
 
-from cluster import head, processes
+from cluster import head, processes, queues, replica_memory
 from cluster.config import ServeConfig
 from cluster.errors import ClusterError, NotRunning
 from cluster.ports import check_free
-from cluster.replica_memory import memory_of_replicas
+from cluster.queues import Queues
 from cluster.serve_api import (
     Application,
     ServeApi,
@@ -176,6 +176,9 @@ class Status:
     memory: Mapping[str, MemoryPlan]
     """Of each replica of a model, by its id; those that have not told yet are missing."""
 
+    queues: Mapping[str, Queues]
+    """Of each model, by its name; likewise."""
+
 
 def status(state: StateDir) -> Status:
     """How the running session is.
@@ -191,6 +194,7 @@ def status(state: StateDir) -> Status:
     api = _api(state, record)
     applications = api.applications()
     api.close()
+    told = _metrics(record.url)
     return Status(
         record=record,
         healthy=bool(applications)
@@ -198,8 +202,18 @@ def status(state: StateDir) -> Status:
         and _answers(record.url),
         applications=tuple(applications or ()),
         pids=tuple(sorted(p.pid for p in processes.of_session(record.session))),
-        memory=memory_of_replicas(record.url),
+        memory=replica_memory.from_metrics(told),
+        queues=queues.from_metrics(told),
     )
+
+
+def _metrics(url: str) -> str:
+    """Of a gateway. Empty where it does not answer, or is another kind of application."""
+    try:
+        answer = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
+    except httpx.HTTPError:
+        return ""
+    return answer.text if answer.status_code == 200 else ""
 
 
 def _update(
