@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 
 async def at_some_pace(
@@ -19,3 +22,19 @@ async def at_some_pace(
         except (AssertionError, *late):
             pass
     await check(25 * first_s)
+
+
+def paced(first_s: float, *late: type[Exception]) -> Callable[[Any], Any]:
+    """A test that takes `seconds` beside its fixtures, `at_some_pace`."""
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        async def run(**fixtures: Any) -> None:
+            await at_some_pace(lambda pace: test(**fixtures, seconds=pace), first_s, *late)
+
+        signature = inspect.signature(test)
+        asked = [p for name, p in signature.parameters.items() if name != "seconds"]
+        run.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
