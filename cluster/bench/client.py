@@ -191,6 +191,11 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self.usable = False
 
+    @property
+    def answered(self) -> bool:
+        """Something of the last request's answer came."""
+        return self._parser.status != 0
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are of classes of their own.
         self._transport = cast("asyncio.Transport", transport)
@@ -268,13 +273,18 @@ class Connection(asyncio.Protocol):
 class Client:
     """A pool of connections to one server."""
 
-    def __init__(self, url: str) -> None:
-        """Raises ClusterError for anything but `http://HOST[:PORT]`."""
+    def __init__(self, url: str, *, resend: bool = False) -> None:
+        """resend: what a kept connection ended under before a byte of its answer came is sent again
+        on a new one, as browsers do: some servers close connections without saying so.
+
+        Raises ClusterError for anything but `http://HOST[:PORT]`.
+        """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ClusterError(f"url {url!r}: the load client speaks plain http://HOST:PORT only")
         self._host, self._port = parts.hostname, parts.port or 80
         self._idle: list[Connection] = []
+        self._resend = resend
 
     async def warm(self, count: int) -> None:
         """Have so many connections open: what follows measures requests, not connects."""
@@ -288,7 +298,15 @@ class Client:
         """Send on an idle connection, on a new one if there is none."""
         while self._idle and not self._idle[-1].usable:
             self._idle.pop()
-        connection = self._idle.pop() if self._idle else await self._connect()
+        kept = self._idle.pop() if self._idle else None
+        result = await self._send(kept or await self._connect(), path, body)
+        if kept is not None and self._resend and result.error is not None and not kept.answered:
+            sent_s = result.sent_s
+            result = await self._send(await self._connect(), path, body)
+            result.sent_s = sent_s
+        return result
+
+    async def _send(self, connection: Connection, path: str, body: bytes) -> StreamResult:
         try:
             return await connection.stream(path, body)
         finally:

@@ -4,7 +4,7 @@
 with one JSON line on standard output:
 
     {"do": "engine", "args": {...}, "settings": {...}}    build an engine here
-    {"do": "server", "url": "http://..."}                 the server to ask
+    {"do": "server", "url": "http://...", "resend": false}    the server to ask
     {"do": "closed", "side": SIDE, "asks": [...], "concurrency": 8}
     {"do": "arrivals", "side": SIDE, "asks": [...], "over_s": 1.0}
     {"do": "at_times", "side": SIDE, "asks": [...], "times_s": [0.0, 0.4, ...]}
@@ -33,8 +33,8 @@ from engine.errors import EngineError
 class Server:
     """`loads.Target` over HTTP."""
 
-    def __init__(self, url: str) -> None:
-        self._client = Client(url)
+    def __init__(self, url: str, *, resend: bool = False) -> None:
+        self._client = Client(url, resend=resend)
 
     async def warm(self, count: int) -> None:
         await self._client.warm(count)
@@ -64,7 +64,7 @@ class Commands:
                 self._targets["engine"] = engine
                 return {"threads": _torch_threads(), "dtype": engine.built.model.dtype}
             case "server":
-                self._targets["server"] = Server(command["url"])
+                self._targets["server"] = Server(command["url"], resend=command["resend"])
                 return {}
             case "closed":
                 results = await closed_loop(
@@ -151,8 +151,9 @@ class Worker:
     def engine(self, args: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
         return self._ask({"do": "engine", "args": args, "settings": settings})
 
-    def server(self, url: str) -> None:
-        self._ask({"do": "server", "url": url})
+    def server(self, url: str, *, resend: bool = False) -> None:
+        """resend: see `Client`."""
+        self._ask({"do": "server", "url": url, "resend": resend})
 
     def closed(self, side: str, asks: Sequence[Ask], concurrency: int) -> Load:
         """Raises ClusterError if any request failed."""

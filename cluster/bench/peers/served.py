@@ -26,7 +26,8 @@ class ServedBench:
         """Raises ClusterError where nobody answers."""
         self._worker = Worker()
         self._model, self._vocab, self._rng = model, vocab, rng
-        self._worker.server(url)
+        # llama.cpp's server ends connections that it has answered on without `connection: close`.
+        self._worker.server(url, resend=True)
 
     def __enter__(self) -> ServedBench:
         return self

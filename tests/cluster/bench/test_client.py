@@ -197,6 +197,30 @@ async def test_a_connection_closed_while_the_loop_did_not_run_is_not_warm():
         server.join()
 
 
+@pytest.mark.parametrize("resend", [False, True])
+async def test_a_request_that_a_kept_connection_ends_under_is_sent_again_where_that_is_wanted(
+    resend,
+):
+    count = 0
+
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            writer.close()
+        else:
+            await answer(body, writer)
+
+    async with serving(handler) as (url, _):
+        client = Client(url, resend=resend)
+        first = await client.stream("/", b"{}")
+        second = await client.stream("/", b"{}")
+        client.close()
+    assert first.error is None
+    assert second.error == (None if resend else "the connection was closed (end of file)")
+    assert count == 2 + resend
+
+
 async def test_a_refusal_is_the_results_error():
     async def refuse(_: bytes, writer: asyncio.StreamWriter) -> None:
         body = b'{"error":{"message":"all slots are taken"}}'
