@@ -170,6 +170,12 @@ class ReplicaMetrics:
             ("vllm:num_preemptions_total", stats.num_preemptions),
         ):
             raise_to(registry.counter(name, **engine), total)
+        pool = {"model": self._model, "role": self._role}
+        for name, total in (
+            ("tailrace_engine_steps_ahead_total", stats.num_steps_ahead),
+            ("tailrace_engine_discarded_tokens_total", stats.num_discarded_rows),
+        ):
+            raise_to(registry.counter(name, **pool), total)
         registry.gauge("tailrace_kv_leases_active", model=self._model).set(stats.num_leases)
         raise_to(
             registry.counter("tailrace_kv_leases_expired_total", model=self._model),

@@ -241,8 +241,19 @@ _DECLARED = (
     _seconds(
         "tailrace_engine_step_seconds",
         ("model", "role"),
-        "One engine step: plan, forward pass, sampling, commit.",
+        "One engine step: plan, forward pass, sampling, commit. With overlap: pass and sampling.",
         STEP_BUCKETS,
+    ),
+    _counter(
+        "tailrace_engine_steps_ahead_total",
+        ("model", "role"),
+        "Engine steps that were planned while the one before was computed (overlap).",
+    ),
+    _counter(
+        "tailrace_engine_discarded_tokens_total",
+        ("model", "role"),
+        "Tokens sampled for requests that had ended: what overlap, or a cancel, made for nothing.",
+        "tokens",
     ),
     # Requests as the client sees them, measured at the gateway.
     _counter(

@@ -75,6 +75,32 @@ _BATCH = Row(
             ),
         ),
         Panel(
+            title="Steps planned ahead",
+            unit="percentunit",
+            maximum=1.0,
+            description="Steps planned while the one before was computed. 0: overlap is off. Low "
+            "with it on: blocks are short, or somebody waits for what each step gives back.",
+            queries=(
+                Query(
+                    share(
+                        rate("tailrace_engine_steps_ahead_total", POOL, "role"),
+                        rate("tailrace_engine_step_seconds_count", POOL, "role"),
+                    ),
+                    "{{role}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Tokens made for nothing",
+            unit="short",
+            description="Sampled for requests that had ended, a second: with overlap the last row "
+            "of most, without it of those who were cancelled. Near the tokens computed: answers "
+            "are so short that overlap does not pay.",
+            queries=(
+                Query(rate("tailrace_engine_discarded_tokens_total", POOL, "role"), "{{role}}"),
+            ),
+        ),
+        Panel(
             title="Tokens a step",
             unit="short",
             description="Prompt and output together. Decode near 1 with many waiting: something "

@@ -63,3 +63,17 @@ def test_a_replica_whose_metrics_are_off_records_nothing_until_they_are_on():
     assert told["vllm:num_requests_running"] == 1
     assert sum(told["vllm:inter_token_latency_seconds"][1:]) == 3
     assert sum(told["tailrace_engine_step_seconds"][1:]) == 1
+
+
+def test_steps_planned_ahead_and_what_was_computed_for_nothing_are_counted():
+    metrics = ReplicaMetrics("m", "prefill", "p1")
+    for ahead, discarded in ((0, 0), (5, 1), (9, 1)):
+        metrics.sample_engine(
+            replace(IDLE, num_steps_ahead=ahead, num_discarded_rows=discarded), 16
+        )
+        pool = {"model": "m", "role": "prefill"}
+        counters = [
+            metrics.registry.counter(f"tailrace_engine_{name}_total", **pool).value
+            for name in ("steps_ahead", "discarded_tokens")
+        ]
+        assert counters == [ahead, discarded]
