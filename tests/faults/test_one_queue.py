@@ -98,7 +98,7 @@ class Held:
             self._there.set()
 
     async def there(self) -> Held:
-        await asyncio.wait_for(self._there.wait(), 20)
+        await asyncio.wait_for(self._there.wait(), 240)
         return self
 
     async def let_go(self) -> None:

@@ -47,7 +47,7 @@ class Cluster:
         client.start()
         self.closers.append(client.close)
         if self.queue is not None:
-            assert await client.wait_available(10)
+            assert await client.wait_available(240)
         return client
 
     async def decode(self, name: str, slots: int) -> Decode:
@@ -64,7 +64,7 @@ class Cluster:
             while self.queue is None or not condition(await self.queue.snapshot()):
                 await asyncio.sleep(0.002)
 
-        await asyncio.wait_for(poll(), 10)
+        await asyncio.wait_for(poll(), 240)
 
 
 class Decode:
@@ -106,7 +106,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 async def acquire(client: QueueClient, **options: Any) -> Grant:
-    return await asyncio.wait_for(client.acquire(cost_tokens=10, prompt_tokens=5, **options), 10)
+    return await asyncio.wait_for(client.acquire(cost_tokens=10, prompt_tokens=5, **options), 240)
 
 
 async def test_a_grant_names_the_replica_and_its_end_frees_the_slot(cluster: Cluster) -> None:
@@ -304,6 +304,6 @@ async def test_whoever_breaks_the_protocol_loses_only_its_own_link(
     handlers = LinkHandlers(on_message=lambda link, message: None)
     link = await dial(await cluster.find(), SECRET, role, "rogue", handlers)
     link.send(message)
-    reason = await asyncio.wait_for(link.closed, 10)
+    reason = await asyncio.wait_for(link.closed, 240)
     assert reason.code is CloseCode.PEER_CLOSED
     assert (await acquire(gateway)).replica_id == "d1"

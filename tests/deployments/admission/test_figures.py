@@ -79,7 +79,7 @@ async def test_a_gateway_gets_the_figures_over_its_link():
     )
     client.start()
     try:
-        replica, role, series = await asyncio.wait_for(told.get(), 10)
+        replica, role, series = await asyncio.wait_for(told.get(), 240)
     finally:
         await client.close()
         await actor.close()

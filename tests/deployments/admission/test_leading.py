@@ -143,7 +143,7 @@ class Pair:
                     return now
                 await asyncio.sleep(0.002)
 
-        return await asyncio.wait_for(poll(), 20)
+        return await asyncio.wait_for(poll(), 240)
 
     async def gateway(self, name: str = "g") -> QueueClient:
         client = QueueClient(self.finder(0), SECRET, name, find_other=self.finder(1), backoff=QUICK)
@@ -212,12 +212,12 @@ async def both(pair: Pair, slots: int = 1) -> tuple[QueueClient, Decode]:
     for place in (0, 1):
         await pair.until(place, lambda now: now["peer_linked"] and now["gateways"] == ["g"])
         await pair.until(place, lambda now: now["decodes"] == ["d"])
-    assert await gateway.wait_available(10)
+    assert await gateway.wait_available(240)
     return gateway, decode
 
 
 async def acquire(client: QueueClient, **options: Any) -> Grant:
-    return await asyncio.wait_for(client.acquire(cost_tokens=10, prompt_tokens=5, **options), 20)
+    return await asyncio.wait_for(client.acquire(cost_tokens=10, prompt_tokens=5, **options), 240)
 
 
 async def test_the_first_leads_and_whoever_asks_or_reports_goes_to_it(pair: Pair) -> None:

@@ -77,7 +77,7 @@ async def make_models(local_cluster, monkeypatch):
 
 async def served(models: ClusterModels, clients: list[ModelClient]) -> None:
     await until(lambda: bool(models.models()), "a served model")
-    await clients[-1]._queue.wait_available(5.0)
+    await clients[-1]._queue.wait_available(240)
 
 
 async def finished(stream: Any) -> list[int]:

@@ -72,6 +72,6 @@ def test_pieces_go_both_ways_and_a_rank_that_fails_closes_its_side():
     assert read(memory, 3) == piece
     with pytest.raises(ChannelError, match="could not move it: IndexError"):
         read(memory, 99)
-    thread.join(5)
+    thread.join(240)
     assert not thread.is_alive()
     assert rank.fileno() == -1
