@@ -141,11 +141,17 @@ def assemble(source: str, started: Sequence[float], measured: dict[str, Any]) ->
         out[f"{name}_limit"] = None if limit is None else significant(limit)
     for name, share in measured["step_overhead"].items():
         out[f"step_overhead_{name}_ratio"] = significant(share)
+    for name, gain in measured["overlap_gain"].items():
+        out[f"overlap_{name}_ratio"] = significant(gain)
     out["samples"] = {
         "startup_s": [significant(value) for value in started],
         **{
             name: [significant(value) for value in values]
             for name, values in measured["samples"].items()
+        },
+        **{
+            f"overlap_{name}_ratio": [significant(value) for value in values]
+            for name, values in measured["overlap_gain_samples"].items()
         },
     }
     return out
@@ -181,6 +187,10 @@ def table(result: dict[str, Any]) -> list[str]:
         for name in ("greedy", "sampled")
     )
     lines.append(f"of a step at batch 16, outside the model: {shares}")
+    gains = ", ".join(
+        f"{result[f'overlap_{name}_ratio']:.2f} {name}" for name in ("greedy", "sampled")
+    )
+    lines.append(f"decode at batch 16, overlap on over off: {gains}")
     return lines
 
 

@@ -100,6 +100,20 @@ def measure(job: EngineJob) -> dict[str, Any]:
                 )
             )
     out["step_overhead"] = {name: statistics.median(v) for name, v in overheads.items() if v}
+    gains: dict[str, list[float]] = {"greedy": [], "sampled": []}
+    for number in range(0 if job.rates_only else job.repeats):
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            gains[name].append(
+                bench.overlap_gain(
+                    max(job.batches),
+                    job.decode_prompt_tokens,
+                    job.decode_tokens,
+                    temperature,
+                    first=number % 2 == 0,
+                )
+            )
+    out["overlap_gain"] = {name: statistics.median(v) for name, v in gains.items() if v}
+    out["overlap_gain_samples"] = {name: v for name, v in gains.items() if v}
     built.engine.check()
     out["others_cpu_share"] = bystanders.share()
     out["samples"] = rates
@@ -249,6 +263,28 @@ class _Bench:
             return 1 - inside / (time.perf_counter() - started)
         finally:
             del vars(model)["forward"]
+
+    def overlap_gain(
+        self, batch: int, prompt_tokens: int, max_tokens: int, temperature: float, *, first: bool
+    ) -> float:
+        """Decoding speed with overlap over that without, one after the other.
+
+        first: overlap takes the first turn.
+        """
+        engine, seconds = self._engine, dict[bool, float]()
+        limits = engine.config.scheduler
+        try:
+            for overlap in (first, not first):
+                engine.reconfigure(replace(limits, overlap=overlap))
+                self._begin(batch, prompt_tokens, max_tokens, temperature)
+                finished, started = 0, time.perf_counter()
+                while finished < batch:
+                    finished += self._step()
+                seconds[overlap] = time.perf_counter() - started
+                assert engine.step() is None, "a pass without requests"
+        finally:
+            engine.reconfigure(limits)
+        return seconds[False] / seconds[True]
 
     def _begin(
         self, batch: int, prompt_tokens: int, max_tokens: int, temperature: float = 0.0

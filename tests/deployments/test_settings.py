@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from deployments.app import model
-from deployments.settings import ModelArgs
+from deployments.settings import ModelArgs, PoolSettings
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 
@@ -100,3 +100,10 @@ def test_blocks_are_as_large_as_the_accelerator_wants_them(args, block_tokens):
 def test_sizes_that_contradict_are_refused_before_a_replica_starts(args, said):
     with pytest.raises(ValidationError, match=said):
         ModelArgs(name="m", source="tiny", **args)
+
+
+def test_overlap_reaches_the_engine_and_is_off_unless_it_is_asked_for():
+    assert PoolSettings.parse({"overlap": True}).scheduler().overlap
+    assert not PoolSettings.parse({}).scheduler().overlap
+    with pytest.raises(ConfigError, match="overlap='auto'"):
+        PoolSettings.parse({"overlap": "auto"})

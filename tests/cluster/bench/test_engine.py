@@ -24,6 +24,8 @@ MEASURED = {
     "decode_16_tok_s": 400.0,
     "decode_16_tok_s_limit": 1600.0,
     "step_overhead": {"greedy": 0.0625, "sampled": 0.125},
+    "overlap_gain": {"greedy": 1.02, "sampled": 0.97},
+    "overlap_gain_samples": {"greedy": [1.0, 1.02, 1.03], "sampled": [0.97]},
     "samples": {"decode_1_tok_s": [79.0, 80.0, 81.0]},
 }
 
@@ -36,6 +38,8 @@ def test_the_object_has_every_key_that_the_main_job_names():
         assert result[f"{name}_limit"] == MEASURED[f"{name}_limit"]
     assert {"model", "dtype", "threads", "cpu_flags", "torch", "others_cpu_share"} <= set(result)
     assert result["samples"]["startup_s"] == [3.0, 9.0, 4.0]
+    assert (result["overlap_greedy_ratio"], result["overlap_sampled_ratio"]) == (1.02, 0.97)
+    assert result["samples"]["overlap_greedy_ratio"] == [1.0, 1.02, 1.03]
 
 
 def test_the_table_says_what_share_of_the_limit_is_reached():
@@ -43,6 +47,7 @@ def test_the_table_says_what_share_of_the_limit_is_reached():
     assert "50 % of its linear layers alone (3600.0)" in lines
     assert "25 % of its linear layers alone (1600.0)" in lines
     assert "outside the model: 6.2 % greedy, 12.5 % sampled" in lines
+    assert "overlap on over off: 1.02 greedy, 0.97 sampled" in lines
     assert "KV: int8" in lines
     assert "32 tokens of 12240 bytes each" in lines
 
@@ -83,6 +88,11 @@ def test_an_engine_is_measured_beside_its_linear_layers_if_it_has_any(source):
     assert set(result["samples"]) == {*names, *limits}
     assert all(result[name] > 0 for name in [*names, *limits])
     assert all(0 < result["step_overhead"][name] < 1 for name in ("greedy", "sampled"))
+    assert {name: len(v) for name, v in result["overlap_gain_samples"].items()} == {
+        "greedy": 1,
+        "sampled": 1,
+    }
+    assert all(gain > 0 for gain in result["overlap_gain"].values())
     assert (result["num_threads"], result["dtype"], result["max_chunk_tokens"]) == (
         1,
         "float64",
