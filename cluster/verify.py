@@ -311,10 +311,14 @@ class LocalEngine:
     """One engine in this process. Imports torch."""
 
     def __init__(self, model: ServedModel, text: TextModel) -> None:
-        """Raises ConfigError."""
+        """On one rank, whatever the cluster's replicas take: sums over ranks are under test too. On
+        GPUs on as many as decode, since the model may need them. Raises ConfigError."""
         from engine.build import build_engine
 
-        config = model.args.engine_config(model.settings.scheduler())
+        args = model.args
+        if args.accelerator == "cpu":
+            args = args.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
+        config = args.engine_config(model.settings.scheduler())
         self.built: BuiltEngine = build_engine(config, text.tokenizer)
         self._count = 0
 

@@ -129,6 +129,22 @@ def test_ranks_give_the_tokens_of_one(ranked, alone, limits):
     assert drive(ranked) == alone
 
 
+def test_stages_work_on_steps_of_their_own(ranked, alone, monkeypatch):
+    stages = ranked.engine.config.pipeline_parallel
+    ranked.engine.reconfigure(CHUNKS)
+    submit, under_way = ranked.ranks.submit, []
+
+    def counted(plan):
+        submit(plan)
+        under_way.append(len(ranked.ranks._steps))
+
+    monkeypatch.setattr(ranked.ranks, "submit", counted)
+    assert drive(ranked) == alone
+    assert max(under_way) == stages
+    if stages == 2:
+        assert under_way.count(2) > len(under_way) / 2
+
+
 def test_preemption_and_a_warm_prefix_change_nothing(ranked, alone):
     ranked.engine.reconfigure(WHOLE)
     before = ranked.engine.stats()
@@ -249,6 +265,7 @@ def sizes():
             each.pool.close()
 
 
+@pytest.mark.timeout(900)  # thirteen processes start
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     list(itertools.permutations(SIZES, 2)),

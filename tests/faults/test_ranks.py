@@ -104,6 +104,15 @@ async def test_pools_of_unequal_sizes_answer_as_one_engine(
     await asyncio.to_thread(session.settled)
 
 
+async def test_verify_finds_tokens_and_kv_of_ranks_to_be_those_of_one_engine(ranked: RankedCluster):
+    code, said, errors = await asyncio.to_thread(ranked.command, "verify", "--model", APP)
+    assert code == 0, errors
+    assert said["dtype"] == "float64"
+    assert said["num_forks"] == 0
+    assert said["num_blocks"] > 100
+    await asyncio.to_thread(ranked.settled)
+
+
 @pytest.mark.parametrize(
     ("pool", "number"),
     [("Decode", signal.SIGKILL), ("Decode", signal.SIGSTOP), ("Prefill", signal.SIGKILL)],
