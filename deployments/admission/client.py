@@ -35,6 +35,10 @@ class QueueAway(EngineError):
     """The queue cannot be reached now. Work that may not wait goes to decode's own limits."""
 
 
+def _ignore(*_: object) -> None:
+    return None
+
+
 class _QueueLinks:
     """A link to each queue of a model, and which of them leads: the highest epoch that one says."""
 
@@ -48,10 +52,10 @@ class _QueueLinks:
         settings: LinkSettings | None,
         backoff: Backoff | None,
         on_message: Callable[[Link, list[Any]], None],
-        on_open: Callable[[Link], None],
-        on_close: Callable[[Link, CloseReason], None],
-        on_leads: Callable[[Link], None],
-        on_change: Callable[[Link | None], None],
+        on_open: Callable[[Link], None] = _ignore,
+        on_close: Callable[[Link, CloseReason], None] = _ignore,
+        on_leads: Callable[[Link], None] = _ignore,
+        on_change: Callable[[Link | None], None] = _ignore,
     ) -> None:
         """`on_leads`: this one says that it does. `on_change` gets who led before, with `leader`
         set; after `on_close` of a link that ended."""
@@ -168,7 +172,6 @@ class QueueClient:
             on_message=self._message,
             on_open=self._opened,
             on_close=self._closed,
-            on_leads=lambda _: None,
             on_change=self._changed,
         )
         self._take_over_s = TAKE_OVER_S if find_other is not None else 0.0
@@ -360,10 +363,7 @@ class QueueReporter:
             settings=settings,
             backoff=backoff,
             on_message=self._message,
-            on_open=lambda _: None,
-            on_close=lambda *_: None,
             on_leads=self._leads,
-            on_change=lambda _: None,
         )
         self._coalesce_s = coalesce_s
         self._latest: Report | None = None
