@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from engine.cache.blocks import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
@@ -86,7 +86,8 @@ class Engine:
         self._leases_expired = 0
         self._pipeline: Pipeline[Any] | None = None
         if isinstance(executor, OverlappingExecutor):
-            self._pipeline = Pipeline(executor, self._work.set)
+            passes = cast("OverlappingExecutor[Any]", executor)
+            self._pipeline = Pipeline(passes, self._work.set)
             weakref.finalize(self, self._pipeline.close)
         self._staged: StagedExecutor | None = None
         if isinstance(executor, StagedExecutor) and executor.depth > 1:
