@@ -43,7 +43,6 @@ def tiered() -> Iterator[TieredCluster]:
     cluster = TieredCluster()
     try:
         cluster.start()
-        cluster.watch(MODEL, cluster.decode)
         yield cluster
     finally:
         cluster.stop()
@@ -62,6 +61,7 @@ def note(record_property: Callable[[str, object], None]) -> Note:
 async def callers(tiered: TieredCluster) -> AsyncIterator[Callable[[int, str], Caller]]:
     """Of a tenant at the first or the second gateway."""
     await asyncio.to_thread(tiered.settled)
+    tiered.watch(MODEL, tiered.decode)  # another than before, maybe
     urls = [url for _, (_, url) in sorted(tiered.gateways().items())]
     made: dict[tuple[int, str], Caller] = {}
 

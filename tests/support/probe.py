@@ -95,11 +95,14 @@ class Probe:
         return bool(self._queues(app))
 
     def watch(self, app: str, deployment: str, replica: str) -> None:
-        """Let a decode replica note, a thousand times a second, when what it holds changes."""
+        """Let a decode replica note, a thousand times a second, when what it holds changes.
+        Twice is once."""
         self._call(app, deployment, replica, _start_watch)
 
     def watched(self, app: str, deployment: str, replica: str) -> list[list[float]]:
-        """`[monotonic seconds, streams, blocks held]` at every change since `watch`."""
+        """`[monotonic seconds, streams, blocks held]` at every change since `watch`, which comes
+        late for a replica that took the place of another."""
+        self.watch(app, deployment, replica)
         return self._call(app, deployment, replica, _seen)
 
     def second_queue(self, app: str, decode: str, gateway: str) -> None:
@@ -214,6 +217,8 @@ def _start_watch(actor: Any) -> None:
     import time
 
     service = _service()
+    if hasattr(service, "seen_by_tests"):
+        return
     seen: list[list[float]] = []
 
     def watch() -> None:

@@ -152,14 +152,17 @@ async def test_many_callers_share_few_slots_and_all_are_served(cluster: Cluster)
 async def test_refusals_reach_the_caller_as_the_errors_they_are(cluster: Cluster) -> None:
     await cluster.start_queue(max_waiting=1)
     gateway = await cluster.gateway()
-    await cluster.decode("d1", 1)
-    await acquire(gateway)
-    waiting = asyncio.create_task(acquire(gateway, remaining_ms=300))
+    decode = await cluster.decode("d1", 1)
+    decode.begin(await acquire(gateway))
+    waiting = asyncio.create_task(acquire(gateway))
     await cluster.until(lambda s: s["waiting"] == 1)
     with pytest.raises(Overloaded, match="1 requests wait") as full:
         await acquire(gateway)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await cluster.until(lambda s: s["waiting"] == 0)
     with pytest.raises(Overloaded) as late:
-        await waiting
+        await acquire(gateway, remaining_ms=300)
     with pytest.raises(RequestError, match="n=2") as never:
         await acquire(gateway, n=2)
     assert (full.value.code, late.value.code) == ("queue_full", "queue_timeout")

@@ -101,13 +101,13 @@ def build_app() -> Any:
             import signal
 
             busy = [self.pool.wait.remote({"target": target, "seconds": 60}) for _ in range(4)]
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
             late = asyncio.ensure_future(self._call(target))
             await asyncio.sleep(0.5)
             assert not late.done()
             os.kill(self.directory.replicas()[target]["pid"], signal.SIGKILL)
             results = await asyncio.wait_for(
-                asyncio.gather(*(self._settle(b) for b in busy), late, return_exceptions=True), 20
+                asyncio.gather(*(self._settle(b) for b in busy), late, return_exceptions=True), 240
             )
             return type(results[-1]).__name__
 
