@@ -91,8 +91,8 @@ class ModelArgs(_Strict):
     quantisation_group: Literal[32, 64, 128] | None = None
     """Inputs that share a scale, with int8 and int4. None: 32."""
 
-    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "int8"] = "auto"
-    """Of keys and values: the dtype of activations, or int8 codes with scales."""
+    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Of keys and values: the dtype of activations, or codes of 8 bits with scales; fp8 on GPUs."""
 
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """`gpu`: each replica needs one (`ray_actor_options: {num_gpus: 1}`), each rank gets one."""

@@ -14,7 +14,7 @@ Quantisation = Literal["keep", "none", "int8", "int4", "fp8"]
 Accelerator = Literal["cpu", "gpu"]
 Attention = Literal["auto", "flash", "varlen", "triton"]
 
-KVDType = Literal["auto", "float64", "float32", "bfloat16", "int8"]
+KVDType = Literal["auto", "float64", "float32", "bfloat16", "int8", "fp8"]
 
 QUANTISATION_GROUPS = (32, 64, 128)
 
@@ -65,12 +65,14 @@ class ModelConfig:
     kv_dtype: KVDType = "auto"
     """What keys and values are kept in. `auto`: the dtype of activations, the only one of numbers
     there is. `int8`: codes with a scale for each token's head, about half the memory and traffic of
-    bfloat16. Its KV is exchanged with that of replicas with int8 only."""
+    bfloat16. Its KV is exchanged with that of replicas with int8 only. `fp8`: e4m3 with the same
+    scales, on GPUs whose attention reads it."""
 
     def __post_init__(self) -> None:
         if self.accelerator == "cpu":
             for name, value, other in (
                 ("quantisation", self.quantisation == "fp8", "int8 or int4"),
+                ("kv_dtype", self.kv_dtype == "fp8", "int8"),
                 ("attention", self.attention != "auto", "auto"),
             ):
                 if value:

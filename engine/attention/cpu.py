@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.backend import StepContext
+from engine.attention.slots import store
 from engine.execution.pool import KVPool
-from engine.quantisation.kv_codes import to_codes
 
 _SPAN_TOKENS = 64
 """Queries of a long chunk attended in one call: a causal chunk skips the keys it can't see."""
@@ -257,7 +257,10 @@ def _gather_codes(codes: Tensor, scales: Tensor, tile: _Tile, scratch: Tensor) -
 
     codes: `[blocks, page, kv_heads, dim]`; scales: `[blocks, page, kv_heads]`.
     """
-    picked = torch.index_select(codes, 0, tile.blocks)
+    # As bytes: not every operation knows fp8.
+    picked = torch.index_select(codes.view(torch.uint8), 0, tile.blocks).view(codes.dtype)
+    if codes.dtype != torch.int8:
+        picked = picked.to(scratch.dtype)
     units = torch.index_select(scales, 0, tile.blocks).to(scratch.dtype).unsqueeze(-1)
     found = torch.mul(picked, units, out=scratch[: picked.numel()].view(picked.shape))
     if tile.stale is not None:
@@ -308,7 +311,8 @@ class CpuAttention:
             q = q.to(torch.float32)  # codes times scales are rounded to nothing less
         if step is not self._step or layer == 0:
             self._prepare(q, pool, step, group)
-        self._store(k, v, layer, pool)
+        assert self._slots is not None
+        store(k, v, layer, pool, self._slots)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
         out: Tensor | None = None
         for tile in self._tiles:
@@ -321,16 +325,6 @@ class CpuAttention:
                 out = torch.empty_like(q, dtype=dtype)
             out[tile.tokens] = attended
         return torch.zeros_like(q, dtype=dtype) if out is None else out
-
-    def _store(self, k: Tensor, v: Tensor, layer: int, pool: KVPool) -> None:
-        assert self._slots is not None
-        if pool.layout.coded:
-            k, key_scales = to_codes(k)
-            v, value_scales = to_codes(v)
-            pool.key_scales(layer).index_put_(self._slots, key_scales)
-            pool.value_scales(layer).index_put_(self._slots, value_scales)
-        pool.keys(layer).index_put_(self._slots, k)
-        pool.values(layer).index_put_(self._slots, v)
 
     def _find(self, tile: _Tile, layer: int, pool: KVPool) -> tuple[Tensor, Tensor]:
         """The tile's keys and values, `[n, keys, kv_heads, dim]` each."""

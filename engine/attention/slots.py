@@ -20,13 +20,19 @@ def written(step: StepContext, block_tokens: int) -> Index:
 
 def store(k: Tensor, v: Tensor, layer: int, pool: KVPool, at: Index) -> None:
     """Write k and v, `[tokens, kv_heads, dim]`, to their places."""
-    if pool.layout.coded:
-        k, key_scales = to_codes(k)
-        v, value_scales = to_codes(v)
-        pool.key_scales(layer).index_put_(at, key_scales)
-        pool.value_scales(layer).index_put_(at, value_scales)
-    pool.keys(layer).index_put_(at, k)
-    pool.values(layer).index_put_(at, v)
+    if not pool.layout.coded:
+        pool.keys(layer).index_put_(at, k)
+        pool.values(layer).index_put_(at, v)
+        return
+    places = (
+        (k, pool.keys(layer), pool.key_scales(layer)),
+        (v, pool.values(layer), pool.value_scales(layer)),
+    )
+    for x, kept, scales in places:
+        codes, made = to_codes(x, pool.code_dtype)
+        # As bytes: not every operation knows fp8.
+        kept.view(torch.uint8).index_put_(at, codes.view(torch.uint8))
+        scales.index_put_(at, made)
 
 
 def cumulative(lens: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class KVPool:
     Where the layout is `coded`, `data` is `[num_blocks, layers, 2, bytes]` of uint8. The keys, or
     the values, of one layer in one block are
 
-        int8 codes [block_tokens, kv_heads, head_dim], float32 scales [kv_heads, block_tokens]
+        codes [block_tokens, kv_heads, head_dim], float32 scales [kv_heads, block_tokens]
 
     so that a block has its scales with it wherever it goes, the codes of a head of 64 are one cache
     line, and the scales that attention over one head reads lie together.
@@ -61,7 +61,7 @@ class KVPool:
             assert layout.head_dim % SCALE_BYTES == 0, f"scales behind heads of {layout.head_dim}"
             split = rows * layout.head_dim
             each = whole[:3]
-            self._numbers = self.data[..., :split].view(torch.int8).view((*each, *shape))
+            self._numbers = self.data[..., :split].view(self.code_dtype).view((*each, *shape))
             scales = self.data[..., split:].view(torch.float32)
             scales = scales.view((*each, layout.num_kv_heads, block_tokens))
             self._scales = scales.transpose(-1, -2)
@@ -74,12 +74,17 @@ class KVPool:
             self._stream = torch.cuda.Stream(self.data.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.data.device))  # the zeros
 
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Of the codes of a coded layout."""
+        return getattr(torch, self.layout.dtype)
+
     def keys(self, layer: int) -> Tensor:
-        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or int8 codes."""
+        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or codes."""
         return self._numbers[:, layer, 0]
 
     def values(self, layer: int) -> Tensor:
-        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or int8 codes."""
+        """`[num_blocks, block_tokens, kv_heads, head_dim]`, a view: numbers, or codes."""
         return self._numbers[:, layer, 1]
 
     def key_scales(self, layer: int) -> Tensor:

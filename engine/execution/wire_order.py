@@ -3,7 +3,7 @@
 A payload is some layers of some tokens and heads: layer, K then V, and of those
 
     numbers   token, head, dim
-    codes     int8 (token, head, dim), then their float32 scales (head, token)
+    codes     (token, head, dim), then their float32 scales (head, token)
 
 which is how a whole block lies in a pool. Neither side's page size or tensor parallelism shows.
 """

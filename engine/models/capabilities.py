@@ -25,8 +25,8 @@ class Capabilities:
     """Of activations, and of weights that are no codes."""
 
     kv_dtypes: tuple[str, ...] = ()
-    """Of keys and values, besides the dtype of activations. `int8`: codes, with a scale for each
-    token's head."""
+    """Of keys and values, besides the dtype of activations. `int8`, `fp8`: codes, with a scale for
+    each token's head."""
 
     activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
     window: bool = True
@@ -50,7 +50,7 @@ CAPABILITIES: Final[Mapping[BackendName, Capabilities]] = {
     # What its attention backends and devices lack besides: `engine.attention.capabilities`.
     "gpu": Capabilities(
         dtypes=("float32", "bfloat16"),
-        kv_dtypes=("int8",),
+        kv_dtypes=("int8", "fp8"),
         code_bits=(4, 8),
         code_groups="multiples of 32",
     ),
@@ -62,7 +62,7 @@ def lacks(
 ) -> str | None:
     """What of a model this backend cannot compute, and what it can instead. None: nothing."""
     can = CAPABILITIES[backend]
-    coded = kv_dtype == "int8"
+    coded = kv_dtype in ("int8", "fp8")
     lines = [
         (dtype in can.dtypes, f"dtype {dtype}: only {', '.join(can.dtypes)}"),
         (
@@ -79,8 +79,8 @@ def lacks(
         ),
         (
             not coded or architecture.head_dim % SCALE_BYTES == 0,
-            f"kv_dtype int8 for heads of {architecture.head_dim}: only multiples of {SCALE_BYTES}, "
-            "behind which scales are aligned",
+            f"kv_dtype {kv_dtype} for heads of {architecture.head_dim}: only multiples of "
+            f"{SCALE_BYTES}, behind which scales are aligned",
         ),
     ]
     missing = [line for present, line in lines if not present]

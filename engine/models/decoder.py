@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, StepContext
 from engine.attention.cpu import CpuAttention
+from engine.config import KVDType
 from engine.execution.pool import KVPool
 from engine.models.architecture import Architecture, Rope
 from engine.models.linear import Linear, LinearLike, Products
@@ -94,8 +95,8 @@ class Decoder:
     tensors: the canonical names of `engine.models.architecture`, each read once and converted to
     `dtype`, of which a shard reads its slices only. fingerprint: of the weights in that dtype;
     equal fingerprints make KV exchangeable. shard: None for the whole model; `group` is the ranks
-    of its stage. kv_codes: keys and values are kept as int8 codes. products: what multiplies, on
-    another device than a CPU. Not thread-safe: one pass at a time.
+    of its stage. kv_dtype: as configured. products: what multiplies, on another device than a CPU.
+    Not thread-safe: one pass at a time.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Decoder:
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
         group: TensorGroup | None = None,
-        kv_codes: bool = False,
+        kv_dtype: KVDType = "auto",
         products: Products | None = None,
     ) -> None:
         self.architecture = architecture
@@ -127,7 +128,7 @@ class Decoder:
             dtype=self.dtype,
             fingerprint=fingerprint,
         )
-        self.layout = layout.as_codes() if kv_codes else layout
+        self.layout = layout.kept_as(kv_dtype)
         self._attention = attention or CpuAttention(window=architecture.window)
 
         self.weight_bytes = 0

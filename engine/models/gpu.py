@@ -75,7 +75,7 @@ def gpu_decoder(
         dtype=dtype,
         fingerprint=fingerprint,
         device=DEVICE,
-        kv_codes=config.kv_dtype == "int8",
+        kv_dtype=config.kv_dtype,
         products=products,
     )
     logger.info(

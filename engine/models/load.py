@@ -105,7 +105,6 @@ def build_decoder(
         expanded = _expanded(tensors, coded, dtype)
         return gpu_decoder(config, architecture, expanded, coded, dtype, fingerprint)
     name = str(dtype).removeprefix("torch.")
-    kv_codes = config.kv_dtype == "int8"
     # float64 is for comparing results, also between machines: torch computes it everywhere.
     wanted = config.backend == "native" or (
         config.backend == "auto" and dtype in (torch.bfloat16, torch.float32)
@@ -122,7 +121,7 @@ def build_decoder(
                     coded=coded,
                     dtype=dtype,
                     fingerprint=fingerprint,
-                    kv_codes=kv_codes,
+                    kv_codes=config.kv_dtype == "int8",
                 )
             except NativeUnavailable as error:
                 reason = str(error)
@@ -155,7 +154,13 @@ def build_decoder(
             config.name, name,
         )  # fmt: skip
     expanded = _expanded(tensors, coded, dtype)
-    return Decoder(architecture, expanded, dtype=dtype, fingerprint=fingerprint, kv_codes=kv_codes)
+    return Decoder(
+        architecture,
+        expanded,
+        dtype=dtype,
+        fingerprint=fingerprint,
+        kv_dtype=config.kv_dtype,
+    )
 
 
 def load_shard(
@@ -202,7 +207,7 @@ def load_shard(
         dtype=dtype,
         fingerprint=fingerprint,
         device=device,
-        kv_codes=config.kv_dtype == "int8",
+        kv_dtype=config.kv_dtype,
         shard=shards(architecture, grid)[rank],
         group=group,
         products=_shard_products(config, device, dtype),

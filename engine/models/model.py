@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from engine.attention.backend import StepContext
+    from engine.config import KVDType
     from engine.execution.pool import KVPool
     from engine.models.shard import Span
 
+
+CodeType = Literal["int8", "float8_e4m3fn"]
+"""What codes of keys and values are, as torch names it."""
 
 SCALE_BYTES = 4
 """float32. Scales of 16 bits would save 3 % of the memory of heads of 64 and cost more: rounded to
@@ -28,7 +32,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """What the pool holds: `float32`, `bfloat16`, `float64`, or `int8`, codes with scales."""
+    """What the pool holds: `float32`, `bfloat16`, `float64`, or a `CodeType`, with scales."""
 
     fingerprint: str
     """Hex digest over weights, dtype, rope and codes. Equal fingerprints make KV exchangeable."""
@@ -36,7 +40,7 @@ class KVLayout:
     @property
     def coded(self) -> bool:
         """Whether keys and values are codes, with a scale for each token's head (`kv_codes`)."""
-        return self.dtype == "int8"
+        return self.dtype in ("int8", "float8_e4m3fn")
 
     @property
     def scale_dtype(self) -> str:
@@ -45,8 +49,9 @@ class KVLayout:
 
     @property
     def itemsize(self) -> int:
-        sizes = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-        return sizes[self.dtype]
+        if self.coded:
+            return 1
+        return {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
 
     @property
     def row_bytes(self) -> int:
@@ -57,14 +62,20 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
-    def as_codes(self) -> KVLayout:
-        """The same keys and values as int8 codes.
+    def kept_as(self, kv_dtype: KVDType) -> KVLayout:
+        """The layout that a configuration's `kv_dtype` makes of this one, of numbers."""
+        if kv_dtype == "int8":
+            return self.as_codes()
+        return self.as_codes("float8_e4m3fn") if kv_dtype == "fp8" else self
+
+    def as_codes(self, dtype: CodeType = "int8") -> KVLayout:
+        """The same keys and values as codes.
 
         The fingerprint is another one: it roots the hash chain and is what a receiver compares, so
         that codes are never taken for numbers, nor numbers for codes.
         """
-        fingerprint = sha256(f"{self.fingerprint} kv int8".encode()).hexdigest()
-        return replace(self, dtype="int8", fingerprint=fingerprint)
+        fingerprint = sha256(f"{self.fingerprint} kv {dtype}".encode()).hexdigest()
+        return replace(self, dtype=dtype, fingerprint=fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,10 +253,12 @@ def attention_cases():
     yield "more queries than keys", (6, 2), (4, 300)
 
 
-def against_definition(backend, *, page, window, softcap, dtype, device, head_dim=128, coded=False):
+def against_definition(
+    backend, *, page, window, softcap, dtype, device, head_dim=128, kv_dtype="auto"
+):
     """Largest error of a backend over all cases beside the CPU's twin in float64.
 
-    coded: keys and values are int8 codes, and count as what the codes stand for.
+    kv_dtype: where keys and values are codes, they count as what the codes stand for.
     """
     from engine.attention.backend import StepContext
     from engine.attention.flash_twin import flash_attn_varlen_func
@@ -276,7 +278,8 @@ def against_definition(backend, *, page, window, softcap, dtype, device, head_di
             fingerprint="",
         )
         total = sum(-(-n // page) for n in k_lens) + 2
-        pool = KVPool(layout.as_codes() if coded else layout, total, page, device)
+        pool = KVPool(layout.kept_as(kv_dtype), total, page, device)
+        coded = pool.layout.coded
         # What nobody wrote must not matter.
         unwritten = (pool.key_scales(1), pool.value_scales(1)) if coded else (pool.data,)
         for values in unwritten:
@@ -324,7 +327,7 @@ def against_definition(backend, *, page, window, softcap, dtype, device, head_di
         got = backend.attend(q.to(device), *(x.to(device) for x in fresh), 1, pool, step)
         if coded:
             keys, values = (
-                [from_codes(*to_codes(part), torch.float64) for part in parts]
+                [from_codes(*to_codes(part, pool.code_dtype), torch.float64) for part in parts]
                 for parts in (keys, values)
             )
         want = flash_attn_varlen_func(
@@ -397,26 +400,27 @@ def attention():
                         {"error": error},
                     ),
                 )
-    coded = AttentionNeeds(dtype="bfloat16", kv_dtype="int8", head_dim=128, block_tokens=256)
-    label = "triton bfloat16 over int8 KV"
-    reason = lacks("triton", found, coded)
-    if reason is not None:
-        yield label, Unchecked(reason)
-        return
-    _, backend = make_attention(found, coded, window=None, wanted="triton")
-    error = against_definition(
-        backend,
-        page=256,
-        window=None,
-        softcap=0.0,
-        dtype=torch.bfloat16,
-        device=device,
-        coded=True,
-    )
-    yield (
-        label,
-        Found(f"largest error {error:.1e} (limit 2e-02)", error < 2e-2, {"error": error}),
-    )
+    for kept, kv_dtype in (("int8", "int8"), ("float8_e4m3fn", "fp8")):
+        coded = AttentionNeeds(dtype="bfloat16", kv_dtype=kept, head_dim=128, block_tokens=256)
+        label = f"triton bfloat16 over {kv_dtype} KV"
+        reason = lacks("triton", found, coded)
+        if reason is not None:
+            yield label, Unchecked(reason)
+            continue
+        _, backend = make_attention(found, coded, window=None, wanted="triton")
+        error = against_definition(
+            backend,
+            page=256,
+            window=None,
+            softcap=0.0,
+            dtype=torch.bfloat16,
+            device=device,
+            kv_dtype=kv_dtype,
+        )
+        yield (
+            label,
+            Found(f"largest error {error:.1e} (limit 2e-02)", error < 2e-2, {"error": error}),
+        )
 
 
 @check("products")

@@ -98,10 +98,10 @@ def make_step(q_lens, k_lens, table, page):
     )
 
 
-def filled_pool(data, page, dtype, layer, layers=3, coded=False):
+def filled_pool(data, page, dtype, layer, layers=3, kv_dtype="auto"):
     """A pool whose other layers are NaN, with the sequences of `data` in one.
 
-    `coded`: as int8 codes; free slots have scales that are NaN.
+    Where it holds codes, free slots have scales that are NaN.
     """
     layout = KVLayout(
         num_layers=layers,
@@ -110,16 +110,15 @@ def filled_pool(data, page, dtype, layer, layers=3, coded=False):
         dtype=str(dtype).removeprefix("torch."),
         fingerprint="",
     )
-    if coded:
-        pool = KVPool(layout.as_codes(), data.k_cache.shape[0], page)
+    pool = KVPool(layout.kept_as(kv_dtype), data.k_cache.shape[0], page)
+    if pool.layout.coded:
         for codes, scales, cache in (
             (pool.keys(layer), pool.key_scales(layer), data.k_cache),
             (pool.values(layer), pool.value_scales(layer), data.v_cache),
         ):
-            for to, made in zip((codes, scales), to_codes(cache), strict=True):
+            for to, made in zip((codes, scales), to_codes(cache, pool.code_dtype), strict=True):
                 to.copy_(made)
         return pool
-    pool = KVPool(layout, data.k_cache.shape[0], page)
     pool.data.fill_(math.nan)
     pool.keys(layer).copy_(data.k_cache)
     pool.values(layer).copy_(data.v_cache)
@@ -146,20 +145,20 @@ def attend_over_pool(backend, q_lens, k_lens, *, page, window, dtype, softcap=0.
     return got, want
 
 
-def attend_over_codes(backend, q_lens, k_lens, *, page, dim=16, layer=1):
-    """The same for a pool of int8 codes, in float32: it should be what the codes stand for."""
+def attend_over_codes(backend, q_lens, k_lens, *, page, dim=16, layer=1, kv_dtype="int8"):
+    """The same for a pool of codes, in float32: it should be what the codes stand for."""
     data = Paged(k_lens, page, 2, torch.float32, dim=dim)
     lens = list(zip(q_lens, k_lens, strict=True))
     new_k = torch.cat([k[n - m :] for k, (m, n) in zip(data.keys, lens, strict=True)])
     new_v = torch.cat([v[n - m :] for v, (m, n) in zip(data.values, lens, strict=True)])
-    pool = filled_pool(data, page, torch.float32, layer, coded=True)
+    pool = filled_pool(data, page, torch.float32, layer, kv_dtype=kv_dtype)
     step = make_step(q_lens, k_lens, data.table, page)
     for scales in (pool.key_scales(layer), pool.value_scales(layer)):
         scales[step.slots // page, step.slots % page] = math.nan  # what the step itself writes
     q = torch.randn(sum(q_lens), 4, dim)
     got = backend.attend(q, new_k, new_v, layer, pool, step)
     keys, values = (
-        [from_codes(*to_codes(part), torch.float64) for part in parts]
+        [from_codes(*to_codes(part, pool.code_dtype), torch.float64) for part in parts]
         for parts in (data.keys, data.values)
     )
     want = defined(q, keys, values, q_lens, causal=True, window=(-1, -1))

@@ -15,11 +15,11 @@ HEADS, KV_HEADS, DIM = 6, 2, 12
 LENGTHS = ((1, 290), (5, 9), (1, 3), (20, 31), (1, 280))
 
 
-def make_layout(dtype: str) -> KVLayout:
+def make_layout(dtype: str, kind: str) -> KVLayout:
     numbers = KVLayout(
         num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, fingerprint="f"
     )
-    return numbers.as_codes()
+    return numbers.kept_as(kind)
 
 
 def definition(q, k, v, window):
@@ -39,12 +39,12 @@ def definition(q, k, v, window):
 class Paged:
     """Every request in shuffled blocks of a pool whose every other byte says NaN."""
 
-    def __init__(self, page, dtype):
+    def __init__(self, page, dtype, kind="int8"):
         g = torch.Generator().manual_seed(1)
         counts = [-(-n // page) for _, n in LENGTHS]
         free = (torch.randperm(sum(counts), generator=g) + 1).tolist()
         self.page = page
-        self.pool = KVPool(make_layout("float64"), sum(counts) + 1, page)
+        self.pool = KVPool(make_layout("float64", kind), sum(counts) + 1, page)
         self.pool.data.fill_(255)
         self.table = torch.full((len(LENGTHS), max(counts)), 2**30, dtype=torch.int32)
         for row, count in enumerate(counts):
@@ -105,12 +105,15 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("page", [3, 16, 256])
-def test_codes_are_attended_as_the_numbers_they_stand_for(page, window, dtype):
-    data = Paged(page, dtype)
+@pytest.mark.parametrize(("page", "kind"), [(3, "int8"), (16, "int8"), (256, "int8"), (16, "fp8")])
+def test_codes_are_attended_as_the_numbers_they_stand_for(page, kind, window, dtype):
+    data = Paged(page, dtype, kind)
     got = data.attend(CpuAttention(window=window), 1)
     assert got.dtype == dtype
-    stands = [[from_codes(*to_codes(x), torch.float64) for x in xs] for xs in (data.k, data.v)]
+    codes = data.pool.code_dtype
+    stands = [
+        [from_codes(*to_codes(x, codes), torch.float64) for x in xs] for xs in (data.k, data.v)
+    ]
     want = torch.cat(
         [definition(q.double(), k, v, window) for q, k, v in zip(data.q, *stands, strict=True)]
     )

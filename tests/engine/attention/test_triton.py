@@ -165,8 +165,11 @@ def test_the_backend_stores_then_attends_over_the_strided_pool(window):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the pool of this test is in host memory")
-def test_the_backend_reads_and_writes_a_pool_of_codes():
-    got, want = attend_over_codes(TritonAttention(), (1, 7, 1), (12, 7, 300), page=16)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_the_backend_reads_and_writes_a_pool_of_codes(kv_dtype):
+    got, want = attend_over_codes(
+        TritonAttention(), (1, 7, 1), (12, 7, 300), page=16, kv_dtype=kv_dtype
+    )
     assert (got.double() - want).abs().max() < 5e-5
 
 

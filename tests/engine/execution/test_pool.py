@@ -10,6 +10,7 @@ from engine.models.model import KVLayout
 
 NUMBERS = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", fingerprint="f")
 CODES = NUMBERS.as_codes()
+FP8 = NUMBERS.kept_as("fp8")
 
 
 def payloads(layout: KVLayout, device: str) -> tuple[KVPool, bytearray]:
@@ -26,7 +27,7 @@ def moved(pool: KVPool, payload: bytearray) -> list[bytes]:
     return [bytes(pool.gather(3, 0, 4, 0, 2)), bytes(pool.gather(2, 0, 2, 0, 2))]
 
 
-@pytest.mark.parametrize("layout", [NUMBERS, CODES], ids=["numbers", "codes"])
+@pytest.mark.parametrize("layout", [NUMBERS, CODES, FP8], ids=["numbers", "codes", "fp8"])
 def test_host_memory_is_copied_without_a_stream(layout, monkeypatch):
     def taken(*_args):
         raise AssertionError("a stream for memory of the host")
@@ -42,7 +43,7 @@ def test_host_memory_is_copied_without_a_stream(layout, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("layout", [NUMBERS, CODES], ids=["numbers", "codes"])
+@pytest.mark.parametrize("layout", [NUMBERS, CODES, FP8], ids=["numbers", "codes", "fp8"])
 def test_a_transfer_does_not_wait_for_the_step_that_runs(layout):
     there, payload = payloads(layout, "cuda")
     here, _ = payloads(layout, "cpu")

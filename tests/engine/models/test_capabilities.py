@@ -43,6 +43,14 @@ def test_both_backends_keep_kv_in_the_dtype_of_activations_or_as_codes(backend, 
     )
 
 
+def test_only_gpus_keep_kv_in_fp8():
+    assert lacks("gpu", EVERYTHING, "bfloat16", "fp8") is None
+    for backend in ("native", "torch"):
+        assert "kv_dtype fp8 with activations in float32: only float32, int8" in str(
+            lacks(backend, EVERYTHING, "float32", "fp8")
+        )
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_codes_need_heads_behind_which_their_scales_are_aligned(backend):
     odd = replace(EVERYTHING, head_dim=10)

@@ -42,6 +42,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason():
     ("wish", "reason"),
     [
         ({"quantisation": "fp8"}, "quantisation='fp8' is for GPUs: use int8 or int4, or accel"),
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for GPUs: use int8, or accelerator: gpu"),
         ({"attention": "flash"}, "attention='flash' is for GPUs: use auto, or accelerator: gpu"),
         ({"accelerator": "gpu", "backend": "native"}, "backend='native' computes on CPUs"),
     ],

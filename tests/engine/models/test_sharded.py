@@ -103,8 +103,8 @@ def inputs(plan):
     return step_inputs(plan, PAGE)
 
 
-def whole(a, kv_codes=False):
-    model = Decoder(a, tensors(a), dtype=torch.float64, fingerprint="f", kv_codes=kv_codes)
+def whole(a, kv_dtype="auto"):
+    model = Decoder(a, tensors(a), dtype=torch.float64, fingerprint="f", kv_dtype=kv_dtype)
     pool = KVPool(model.layout, 6, PAGE)
     out = []
     for plan in plans():
@@ -113,7 +113,7 @@ def whole(a, kv_codes=False):
     return out, pool
 
 
-def in_parts(a, grid, kv_codes=False):
+def in_parts(a, grid, kv_dtype="auto"):
     """Logits of the first rank of the last stage, and every rank's pool."""
     groups = [Threads(grid.tensor_parallel) for _ in range(grid.pipeline_parallel)]
     parts = shards(a, grid)
@@ -130,7 +130,7 @@ def in_parts(a, grid, kv_codes=False):
                 fingerprint="f",
                 shard=shard,
                 group=groups[shard.stage].of(shard.tensor_rank),
-                kv_codes=kv_codes,
+                kv_dtype=kv_dtype,
             )
             pools[shard.rank] = pool = KVPool(model.layout, 6, PAGE)
             for number, plan in enumerate(plans()):
@@ -179,8 +179,8 @@ def test_parts_give_the_logits_and_the_kv_of_the_whole(a, grid):
 
 
 def test_parts_round_their_kv_to_the_codes_of_the_whole():
-    expected, reference = whole(BASE, kv_codes=True)
-    logits, pools, parts = in_parts(BASE, Grid(tensor_parallel=2), kv_codes=True)
+    expected, reference = whole(BASE, kv_dtype="int8")
+    logits, pools, parts = in_parts(BASE, Grid(tensor_parallel=2), kv_dtype="int8")
     for ours, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
     for shard in parts:

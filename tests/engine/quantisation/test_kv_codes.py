@@ -33,17 +33,29 @@ def test_the_largest_of_a_row_is_127_steps_and_ties_go_to_the_even_code():
     assert codes.tolist() == [[127, 0, 2, 2, -2, -127]]
 
 
-def test_a_row_of_zeros_stays_one():
-    codes, scales = to_codes(torch.zeros(2, 3, 8, dtype=torch.bfloat16))
+def test_fp8_moves_a_number_by_a_sixteenth_of_it_or_half_the_least_step():
+    x = torch.cat((torch.randn(50, 64), torch.randn(50, 64) ** 9))
+    codes, scales = to_codes(x, torch.float8_e4m3fn)
+    assert codes.dtype == torch.float8_e4m3fn
+    moved = (from_codes(codes, scales, torch.float64) - x.double()).abs()
+    limit = (x.double().abs() / 16).maximum(scales.double()[:, None] * 2.0**-10)
+    assert bool((moved <= limit * 1.000001).all())
+    assert torch.equal(codes.float().abs().amax(-1), torch.full((100,), 448.0))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_a_row_of_zeros_stays_one(kind):
+    codes, scales = to_codes(torch.zeros(2, 3, 8, dtype=torch.bfloat16), kind)
     assert scales.tolist() == [[0.0] * 3] * 2
     assert not from_codes(codes, scales, torch.float32).any()
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_does_not_turn_into_numbers_nor_touch_its_neighbours(bad):
+def test_a_row_that_is_not_finite_does_not_turn_into_numbers_nor_touch_its_neighbours(bad, kind):
     x = torch.randn(3, 8)
     x[1, 4] = bad
-    codes, scales = to_codes(x)
+    codes, scales = to_codes(x, kind)
     assert scales.isnan().tolist() == [False, True, False]
     assert from_codes(codes, scales, torch.float32).isnan().all(dim=1).tolist() == [
         False,
