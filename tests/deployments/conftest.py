@@ -10,6 +10,7 @@ import pytest
 
 from deployments.admission.actor import QueueActor
 from deployments.admission.client import QueueClient, QueueReporter
+from deployments.admission.queue import QueueLimits
 from deployments.decode import DecodeService
 from deployments.engine_host import EngineHost
 from deployments.gateway.dispatch import ModelClient
@@ -18,6 +19,8 @@ from deployments.prefill import PrefillService
 from deployments.settings import ModelArgs, PoolSettings
 
 SECRET = b"a secret of the tests, long enough to be one"
+PATIENT = QueueLimits(max_wait_s=600.0, grant_expiry_s=20.0)
+"""For machines that may stand still for seconds."""
 
 
 class FakeDirectory:
@@ -53,7 +56,7 @@ class LocalCluster:
     def __init__(self, args: ModelArgs, settings: PoolSettings) -> None:
         self.args = args
         self.settings = settings
-        self.queue = QueueActor("app", SECRET, host="127.0.0.1")
+        self.queue = QueueActor("app", SECRET, host="127.0.0.1", limits=PATIENT)
         self.decodes: dict[str, DecodeService] = {}
         self.prefills: dict[str, PrefillService] = {}
         self.decode_directory = FakeDirectory()

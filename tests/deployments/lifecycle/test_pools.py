@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from pools import alone, ask, reference, request, settled
+from pools import Passes, alone, ask, reference, request, settled
 
 from engine.request import FinishReason
 
@@ -120,7 +120,8 @@ async def test_a_dead_decode_replica_is_not_the_clients_problem(local_cluster):
     await cluster.add_prefill("p0")
     first = await cluster.add_decode("d0")
     client = await cluster.add_gateway("g0")
-    requests = [request(i, 60, 60, ignore_eos=True) for i in range(4)]
+    passes = Passes(first)
+    requests = [request(i, 60, 90, ignore_eos=True) for i in range(4)]
     expected = reference("tiny", requests)
     streams = [await client.open(one, n=1, remaining_s=60.0) for one in requests]
     got = {one.request_id: [] for one in requests}
@@ -139,8 +140,12 @@ async def test_a_dead_decode_replica_is_not_the_clients_problem(local_cluster):
     ]
     while min(map(len, got.values())) < 5:
         await asyncio.sleep(0.01)
+    while not passes.reached:  # its engine goes on in the meantime
+        passes.hold_at = passes.count + 2
+        await asyncio.sleep(0.01)
     await cluster.add_decode("d1")
     cluster.decode_directory.drop("d0")
+    passes.release()
     await first.close()
     await asyncio.gather(*readers)
     assert {k: (v, texts[k]) for k, v in got.items()} == expected

@@ -15,7 +15,7 @@ NAMES = ("api", "kernels_portable", "kernels_avx2", "kernels_avx512")
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_every_variant_runs_clean(tmp_path, sanitizer):
     compiler = shutil.which("c++")
     if compiler is None:
