@@ -16,8 +16,10 @@ The online softmax over splits is that of Dao et al., "Flash-Decoding for long-c
 (2023). Runs in Triton's interpreter on a CPU: set TRITON_INTERPRET=1 before this is imported.
 """
 
-# Triton has no types, and what is inside a kernel is not Python.
+# Triton's types are those of kernels: calls from Python give numbers for `constexpr`, and launches
+# take more than the kernel does. It may also not be installed.
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

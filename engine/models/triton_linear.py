@@ -9,8 +9,10 @@ rows the weight is expanded once and the vendor's product used.
 Runs in Triton's interpreter on a CPU: set TRITON_INTERPRET=1 before this is imported.
 """
 
-# Triton has no types, and what is inside a kernel is not Python.
+# Triton's types are those of kernels: calls from Python give numbers for `constexpr`, and launches
+# take more than the kernel does. It may also not be installed.
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
