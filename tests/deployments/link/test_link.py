@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pace import paced
 
 from deployments.link.auth import Handshake
 from deployments.link.client import Backoff, Dialer, KeptLink, dial
@@ -293,8 +294,11 @@ async def test_an_address_in_use_by_a_newer_replica_is_refused(make_pair: Any) -
         await dial(address, SECRET, "gateway", "g", HANDLERS, expect_role="queue")
 
 
-async def test_a_client_that_does_not_prove_itself_is_dropped(make_pair: Any) -> None:
-    pair = await make_pair(handshake_s=0.1)
+@paced(0.1, LinkDown)
+async def test_a_client_that_does_not_prove_itself_is_dropped(
+    make_pair: Any, seconds: float
+) -> None:
+    pair = await make_pair(handshake_s=seconds)
     host, port = pair.server.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     answer = await asyncio.wait_for(reader.read(), 240)
@@ -323,8 +327,9 @@ async def test_nobody_at_the_address_is_a_link_down(unused_port: int) -> None:
     assert not isinstance(caught.value, LinkRefused)
 
 
-async def test_a_server_takes_the_first_free_port_of_its_range(unused_port: int) -> None:
-    ports = range(unused_port, unused_port + 3)
+async def test_a_server_takes_the_first_free_port_of_its_range() -> None:
+    ports = free_run(3)
+    unused_port = ports[0]
     first = LinkServer(SECRET, "decode", "a", handlers=HANDLERS, ports=ports)
     second = LinkServer(SECRET, "decode", "b", handlers=HANDLERS, ports=ports)
     third = LinkServer(SECRET, "decode", "c", handlers=HANDLERS, ports=ports[:2])
@@ -431,6 +436,17 @@ async def test_a_kept_link_follows_its_peer_to_a_new_address(
     assert "gateway-2" in second.links
     await kept.close()
     assert kept.link is None
+
+
+def free_run(count: int) -> range:
+    """Ports one after the other, below those that systems give to connections by themselves."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return range(first, first + count)
+    raise AssertionError("no ports are free")
 
 
 @pytest.fixture
