@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 STANDING_BY = 0
 """The epoch of a queue that does not lead."""
 
-_FIND_S = 1.0
-"""A peer whose address is not known by then does not lead."""
+_FIND_S = 10.0
+"""A peer whose address is not known by then does not lead. One that is not there is known at once;
+a busy machine must not make a queue that has just started take the lead from one that has it."""
 
-_DIAL_S = 1.0
+_REDIAL_S = 1.0
 """As long may a peer whose link has just ended take to answer before it counts as gone."""
 
 _LOOK_AGAIN = Backoff(first_s=0.1, max_s=1.0)
@@ -91,7 +92,8 @@ class PeerWatch:
         self._own_id = own_id
         self._on_says = on_says
         self._on_away = on_away
-        self._settings = replace(settings or LinkSettings(), connect_s=_DIAL_S, handshake_s=_DIAL_S)
+        self._settings = settings or LinkSettings()
+        self._redial = replace(self._settings, connect_s=_REDIAL_S, handshake_s=_REDIAL_S)
         self.linked = False
 
     async def run(self) -> None:
@@ -108,7 +110,7 @@ class PeerWatch:
                     "queue",
                     self._own_id,
                     handlers,
-                    settings=self._settings,
+                    settings=self._redial if known else self._settings,
                     expect_role="queue",
                 )
             except Exception as error:  # whatever Ray raises of an actor that is not there

@@ -228,7 +228,7 @@ async def test_the_first_grant_comes_within_two_seconds_of_the_death_of_the_queu
         killed = end(before["pid"], signal.SIGKILL)
 
         def look(standing: dict[str, Any] = standing) -> dict[str, Any] | None:
-            now = tiered.queue_at(standing["place"])
+            now = tiered.queue_at(MODEL, standing["place"])
             return now if now is not None and now["granted"] > standing["granted"] else None
 
         first = asyncio.create_task(asyncio.to_thread(wait_for, look, every_s=0.02))
@@ -259,7 +259,7 @@ async def test_a_queue_that_hangs_loses_its_lead_and_stands_by_when_it_goes_on(
     try:
 
         def look() -> dict[str, Any] | None:
-            now = tiered.queue_at(standing["place"])
+            now = tiered.queue_at(MODEL, standing["place"])
             return now if now is not None and now["waiting"] == len(asks) else None
 
         now = await asyncio.to_thread(wait_for, look)

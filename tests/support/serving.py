@@ -262,9 +262,15 @@ class Cluster:
         )
 
     def queue(self, app: str, *, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The admission queue's snapshot and pid. Raises ProbeError while it is away."""
+        """What the admission queue that leads says, or the other one while none does. Raises
+        ProbeError while both are away."""
         assert self._probe is not None
         return self._probe("queue", app=app, timeout_s=timeout_s)
+
+    def queue_at(self, app: str, place: int, *, timeout_s: float = 5.0) -> dict[str, Any] | None:
+        """What one of an application's two queues says; None while it does not answer."""
+        assert self._probe is not None
+        return self._probe("queue_at", app=app, place=place, timeout_s=timeout_s)
 
     def queue_exists(self, app: str) -> bool:
         assert self._probe is not None

@@ -150,7 +150,7 @@ class TieredCluster(Cluster):
 
     def left(self) -> list[Any]:
         stats = self.stats(MODEL, "Decode", self.decode)
-        queues = [self.queue_at(place) for place in (0, 1)]
+        queues = [self.queue_at(MODEL, place) for place in (0, 1)]
         there = set(self.pids("gateway", "Gateway"))
         left: list[Any] = []
         if stats["streams"] or stats["choices"]:
@@ -173,13 +173,9 @@ class TieredCluster(Cluster):
 
     def standby(self) -> dict[str, Any]:
         """What the queue that does not lead says."""
-        (standing,) = [q for q in map(self.queue_at, (0, 1)) if q is not None and not q["leads"]]
+        queues = [self.queue_at(MODEL, place) for place in (0, 1)]
+        (standing,) = [queue for queue in queues if queue is not None and not queue["leads"]]
         return standing
-
-    def queue_at(self, place: int) -> dict[str, Any] | None:
-        """What one of the model's two queues says; None while it does not answer."""
-        assert self._probe is not None
-        return self._probe("queue_at", app=MODEL, place=place, timeout_s=5.0)
 
 
 def _own_address(pid: int) -> str | None:
