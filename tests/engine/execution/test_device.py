@@ -19,13 +19,15 @@ def model():
     return tiny_on_device()
 
 
-def build(model, *, on_device=False, rows=None) -> tuple[BuiltEngine, DecodeGraphs | None]:
+def build(
+    model, *, on_device=False, rows=None, overlap=False
+) -> tuple[BuiltEngine, DecodeGraphs | None]:
     config = EngineConfig(
         model=ModelConfig(name="m", source="tiny"),
         max_context_tokens=256,
         block_tokens=PAGE,
         num_blocks=40,  # room for a few: others wait or are preempted
-        scheduler=SchedulerConfig(max_chunk_tokens=7),
+        scheduler=SchedulerConfig(max_chunk_tokens=7, overlap=overlap),
     )
     built = assemble(config, model, load_text("tiny").tokenizer)
     graphs = None
@@ -34,7 +36,10 @@ def build(model, *, on_device=False, rows=None) -> tuple[BuiltEngine, DecodeGrap
             graphs = DecodeGraphs(model, built.pool, GraphBuckets(rows, (4, 16)), FakeRecorder())
             graphs.record()
         sampler = BatchedSampler(model.vocab_size, model.eos_token_ids)
-        built.engine._executor = DeviceExecutor(model, built.pool, sampler, graphs)
+        engine = built.engine
+        assert engine._pipeline is not None
+        executor = DeviceExecutor(model, built.pool, sampler, graphs)
+        engine._executor = engine._pipeline._executor = executor
     return built, graphs
 
 
@@ -64,11 +69,16 @@ def drive(built):
     return tokens
 
 
-@pytest.mark.parametrize("rows", [None, (1, 2, 4, 8), (1, 2)], ids=["eager", "graphs", "too small"])
-def test_whole_conversations_get_the_tokens_of_the_plain_executor(model, rows):
+@pytest.mark.parametrize(
+    ("rows", "overlap"),
+    [(None, False), ((1, 2, 4, 8), False), ((1, 2), False), ((1, 2, 4, 8), True)],
+    ids=["eager", "graphs", "too small", "overlap"],
+)
+def test_whole_conversations_get_the_tokens_of_the_plain_executor(model, rows, overlap):
     want = drive(build(model)[0])
-    built, graphs = build(model, on_device=True, rows=rows)
+    built, graphs = build(model, on_device=True, rows=rows, overlap=overlap)
     assert drive(built) == want
+    assert (built.engine.stats().num_steps_ahead > 0) is overlap
     assert (graphs is None) == (rows is None)
     if graphs is not None:
         assert graphs.num_replays > 0
