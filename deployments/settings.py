@@ -174,7 +174,7 @@ class ModelArgs(_Strict):
         if self.transport == "nixl":
             raise ValueError(
                 "transport='nixl' reads from one pool of KV, and ranks keep one each: use 'link', "
-                "or one rank"
+                "which carries KV between replicas of any sizes, or one rank for prefill and decode"
             )
         if self.source in ("fake", "synthetic"):
             raise ValueError(f"source={self.source!r} has no parts for ranks: use one rank")
@@ -257,8 +257,8 @@ class PoolSettings(_Strict):
 
     overlap: bool = False
     """Plan the next step, and write out the text of the last, while one is computed: the same
-    tokens. Worth it where a core is left beside those that compute. Refused for ranks, which plan
-    each step after the last."""
+    tokens. Worth it where a core is left beside those that compute. Refused for ranks of one stage,
+    which plan each step after the last; several stages have a plan each under way anyhow."""
 
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Decode: a missing part of a prompt up to this long is not worth sending away."""

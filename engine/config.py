@@ -159,8 +159,8 @@ class SchedulerConfig:
 
     overlap: bool = False
     """Plan the next step, and write out the text of the last, while one is computed. Tokens are the
-    same. Worth it where a core is left beside those that compute. Refused for ranks, which plan
-    each step after the last."""
+    same. Worth it where a core is left beside those that compute. Refused for ranks of one stage,
+    which plan each step after the last; several stages have a plan each under way anyhow."""
 
     def __post_init__(self) -> None:
         _at_least("min_prompt_tokens", self.min_prompt_tokens, 1)

@@ -1,4 +1,5 @@
-"""Cutting a step into micro-batches, so that the stages of a pipeline compute at the same time.
+"""Cutting a step into micro-batches, so that the stages of a pipeline compute at the same time
+where no other step keeps them busy.
 
 ```
 stage 0   m0 m1 m2 m3
