@@ -235,6 +235,7 @@ def _asked(side: Side, vocab: int, shares: list[float], say: Say) -> Iterator[Se
             bystanders = Bystanders(lambda: ours)
             yield bench
             shares.append(bystanders.share())
+            say(f"{side.name}: others took {100 * shares[-1]:.0f} % of the machine meanwhile")
 
 
 # Without a server

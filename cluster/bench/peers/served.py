@@ -12,6 +12,7 @@ from cluster.bench.engine_worker import DECODE_PROMPT_TOKENS, DECODE_TOKENS, PRE
 from cluster.bench.loads import Ask, poisson_times
 from cluster.bench.summary import percentile
 from cluster.bench.worker import Load, Worker
+from cluster.errors import ClusterError
 
 TRAFFIC_PROMPT, TRAFFIC_TOKENS = 256, 64
 TRAFFIC_CALLERS = 32
@@ -94,10 +95,13 @@ def decode_rate(results: Sequence[dict[str, Any]]) -> float:
     """Tokens a second behind the moment at which every stream has its first.
 
     A server may put several tokens into one piece of text, or none: the share of the pieces that
-    came later is taken of the tokens that `usage` tells.
+    came later is taken of the tokens that `usage` tells. Raises ClusterError where all text came at
+    once, which tells nothing.
     """
     begin = max(result["arrivals_s"][0] for result in results)
     end = max(result["arrivals_s"][-1] for result in results)
+    if end <= begin:
+        raise ClusterError("all of the answers' text was read at once: this machine is too busy")
     tokens = 0.0
     for result in results:
         arrivals = result["arrivals_s"]

@@ -18,6 +18,7 @@ from cluster.bench.peers.contest import (
 from cluster.bench.peers.forms import GGUF_TYPES, Forms, Shape, forms_of
 from cluster.bench.peers.offline import alone_rates, batched_rate
 from cluster.bench.peers.served import ServedBench, decode_rate
+from cluster.errors import ClusterError
 from engine.errors import ConfigError
 from engine.weights.load import load_checkpoint
 from tests.support.stub_openai import MODEL, Reply, StubOpenAI
@@ -97,6 +98,8 @@ def test_decoding_is_what_comes_after_everyone_has_a_first_token():
     # Two tokens in one piece: pieces are counted by their share of the tokens.
     late = {"arrivals_s": [2.0, 3.0, 4.0], "completion_tokens": 5}
     assert decode_rate([early, late]) == (2 + 4) / 2.0
+    with pytest.raises(ClusterError, match="read at once"):
+        decode_rate([{"arrivals_s": [1.0], "completion_tokens": 4}])
 
 
 def test_ratios_are_of_one_round_each_and_ours_over_theirs():
