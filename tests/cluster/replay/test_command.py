@@ -67,9 +67,10 @@ async def test_a_mix_of_two_traces_is_replayed_and_reported(tmp_path):
 
 
 async def test_ctrl_c_gives_the_report_so_far(tmp_path):
-    async with StubOpenAI() as stub:
+    # One user: what has been asked for has been answered, but for the last.
+    async with StubOpenAI(lambda seen: Reply(ttft_s=0.2)) as stub:
         process = await start(
-            tmp_path, CONV, "--url", stub.url, "--rate", 20, "--arrivals", "constant", "--json",
+            tmp_path, CONV, "--url", stub.url, "--users", 1, "--json",
             *("--length-factor", 0.05),
         )  # fmt: skip
         while len(stub.seen) < 5:
