@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pace import again
 from serving import end, wait_for
 from tiered import (
     KEY_MARK,
@@ -140,6 +141,7 @@ def most_streams(cluster: TieredCluster, since: float) -> int:
     return max([*before, *(streams for at, streams, _ in changes if at > since)])
 
 
+@again(3)
 async def test_nobody_starves_under_a_flood_from_above_or_beside(
     tiered: TieredCluster, callers: Callable[..., Caller]
 ):

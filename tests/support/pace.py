@@ -34,7 +34,26 @@ def paced(first_s: float, *late: type[Exception]) -> Callable[[Any], Any]:
 
         signature = inspect.signature(test)
         asked = [p for name, p in signature.parameters.items() if name != "seconds"]
-        run.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=asked)
+        return run
+
+    return decorate
+
+
+def again(times: int) -> Callable[[Any], Any]:
+    """A test of promises in seconds, so many times at most: a machine that stands still for as long
+    breaks them once, what is wrong every time. Its fixtures are made once."""
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        async def run(**fixtures: Any) -> None:
+            for _ in range(times - 1):
+                try:
+                    return await test(**fixtures)
+                except AssertionError:
+                    pass
+            await test(**fixtures)
+
         return run
 
     return decorate
