@@ -55,6 +55,20 @@ _QUEUE = Row(
             ),
         ),
         Panel(
+            title="Queues that lead",
+            unit="short",
+            decimals=0,
+            description="Of each model's two queues, those that grant: 1. 0 for more than a few "
+            "seconds: decode replicas admit by their own limits, and nobody is ordered; see the "
+            "queues' logs.",
+            queries=(
+                Query(
+                    f"sum by (model) (max by (model, replica) (tailrace_queue_leads{{{MODEL}}}))",
+                    "{{model}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Slots",
             unit="short",
             decimals=0,
