@@ -123,10 +123,10 @@ async def test_a_lost_rank_replaces_its_replica_and_answers_go_on(
 ):
     pids = ranked.ranks(APP, pool)
     (replica, pid) = next(iter(ranked.pids(APP, pool).items()))
-    long = [asked(20 + i, 60, 600, temperature=1.0) for i in range(2)]
+    long = [asked(20 + i, 60, 600, temperature=1.0) for i in range(4)]
     texts = [asyncio.create_task(answer(client, params)) for params in long]
     await asyncio.to_thread(
-        wait_for, lambda: ranked.stats(APP, "Decode")["engine"]["num_running"] == 2
+        wait_for, lambda: ranked.stats(APP, "Decode")["engine"]["num_running"] == 4
     )
     lost = end(pids[-1], number)
     if pool == "Prefill":
