@@ -207,7 +207,8 @@ class Engine:
         return blocks
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request wherever it is. Its blocks are free once the running step has ended."""
+        """End a request wherever it is. Its blocks are free after the last pass that computes it:
+        with overlap or stages more than one may be under way."""
         with self._lock:
             self._texts.pop(request_id, None)
             self._held.discard(request_id)

@@ -2,7 +2,7 @@
 //
 // Work is claimed, not dealt out, and a loop is over when its work is done, not when every thread
 // has been there: a thread that the system took off its core while it held nothing holds up nobody.
-// Waiting is a bounded spin, then a few yields, then sleep, since other processes share the cores.
+// Waiting is a bounded spin, then sleep, since other processes share the cores.
 #pragma once
 
 #include <algorithm>
