@@ -259,7 +259,10 @@ def status(context: int, as_json: bool) -> None:
                 "head_pid": record.head_pid,
                 "pids": list(now.pids),
                 "queues": {
-                    model: {"leading": each.leading, "standing_by": list(each.standing_by)}
+                    model: {
+                        "leading": list(each.leading),
+                        "standing_by": list(each.standing_by),
+                    }
                     for model, each in now.queues.items()
                 },
                 "applications": {

@@ -15,12 +15,20 @@ class Queues:
     """One model's, by the names of their actors, as far as they report to that gateway."""
 
     model: str
-    leading: str | None
+    leading: tuple[str, ...]
+    """Two for a moment after one took over: what the dead one said last is kept for ten seconds."""
+
     standing_by: tuple[str, ...]
 
     def __str__(self) -> str:
+        if not self.leading:
+            leads = "no queue leads"
+        elif len(self.leading) == 1:
+            leads = f"{self.leading[0]} leads"
+        else:
+            leads = f"one of {' and '.join(self.leading)} has just taken over"
         others = ", ".join(f"{name} stands by" for name in self.standing_by)
-        return f"{self.leading or 'no queue'} leads, {others or 'none stands by'}"
+        return f"{leads}, {others or 'none stands by'}"
 
 
 def from_metrics(text: str) -> dict[str, Queues]:
@@ -34,7 +42,7 @@ def from_metrics(text: str) -> dict[str, Queues]:
     return {
         model: Queues(
             model=model,
-            leading=next((name for name in sorted(queues) if queues[name]), None),
+            leading=tuple(name for name in sorted(queues) if queues[name]),
             standing_by=tuple(name for name in sorted(queues) if not queues[name]),
         )
         for model, queues in leads.items()

@@ -54,7 +54,8 @@ class LinkArgs(_Strict):
     """Address that others dial. None: the node's own, or 127.0.0.1 when bound there."""
 
     first_port: int | None = Field(default=None, ge=1, le=65_535)
-    """None: any free port. Otherwise the first free one from here to `last_port`."""
+    """None: any free port. Otherwise the first free one from here to `last_port`. On its node each
+    replica needs one, and each model's two queues."""
 
     last_port: int | None = Field(default=None, ge=1, le=65_535)
 

@@ -156,7 +156,7 @@ class QueueActor:
         epoch, before = self._leadership.epoch, self._queue.epoch
         if epoch == before:
             return
-        self._queue.epoch = epoch
+        self._queue.lead(epoch)
         self._figures.leads = self._leadership.leads
         links = list(self._server.links.values())
         if epoch > before:
@@ -308,16 +308,22 @@ def _handle(app: str, place: int = 0) -> Any:
 
 
 def remove_queue(app: str) -> bool:
-    """End the model's queues for good; False when there is none. Blocks."""
+    """End the model's queues for good; False when there is none. Blocks, a second where there was
+    one."""
     found = False
-    # In this order: the first is who creates the second.
-    for place in (0, 1):
-        try:
-            handle = _handle(app, place)
-        except ValueError:
-            continue
-        _ray().kill(handle, no_restart=True)
-        found = True
+    # In this order: the first is who creates the second, and may have begun to when it is killed.
+    for place, looks in ((0, 1), (1, 5)):
+        for look in range(looks):
+            try:
+                handle = _handle(app, place)
+            except ValueError:
+                if not found:
+                    break
+                if look + 1 < looks:
+                    time.sleep(0.2)
+                continue
+            _ray().kill(handle, no_restart=True)
+            found = True
     return found
 
 

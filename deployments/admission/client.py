@@ -87,6 +87,11 @@ class _QueueLinks:
         return leader if leader is not None and leader.is_open else None
 
     @property
+    def led(self) -> bool:
+        """Whether one leads, or one that did has not been missed yet: `on_change` is to come."""
+        return self._leader is not None
+
+    @property
     def leading(self) -> list[Link]:
         """Of all that say so. Two, for a while, where they cannot hear each other."""
         return [link for link, epoch in self._epochs.items() if epoch != STANDING_BY]
@@ -237,7 +242,8 @@ class QueueClient:
         `QueueAway`. Cancelling gives up the place in the queue, and the grant if one was under way.
         """
         leader = self._queues.leader
-        if leader is None and self._giving_up is None:
+        # Neither led, nor about to hear that the one who led is gone, nor waiting for the next.
+        if not self._queues.led and self._giving_up is None:
             raise QueueAway("the admission queue cannot be reached; it is being looked for")
         loop = asyncio.get_running_loop()
         self._tickets += 1

@@ -225,7 +225,7 @@ class AdmissionQueue:
         self, epoch: int, limits: QueueLimits | None = None, tiers: TierTable | None = None
     ) -> None:
         """`epoch` must be higher than that of every queue before this one."""
-        self.epoch = epoch
+        self._epoch = epoch
         self._limits = limits or QueueLimits()
         self._tiers = tiers or TierTable()
         self._replicas: dict[str, _Replica] = {}
@@ -239,7 +239,18 @@ class AdmissionQueue:
         self._standing = Standing()
         self._pace = _Pace()
 
+    @property
+    def epoch(self) -> int:
+        """What its grants carry."""
+        return self._epoch
+
     # Events
+
+    def lead(self, epoch: int) -> None:
+        """Grants are of this epoch from now on. What it learnt of the pace when it led before is
+        forgotten: the time between would count as slow grants."""
+        self._epoch = epoch
+        self._pace = _Pace()
 
     def policy(self, tiers: TierTable, limits: QueueLimits, now: float) -> list[Action]:
         """A gateway's configuration. The highest revision holds; entries that wait keep the rule
@@ -265,7 +276,7 @@ class AdmissionQueue:
         else:
             replica.report, replica.reported = report, reported
         for epoch, grant_id, _ in report.grants:
-            if epoch == self.epoch:
+            if epoch == self._epoch:
                 self._drop_promise(grant_id)
         return self._serve(now)
 
@@ -662,7 +673,7 @@ class AdmissionQueue:
         replica.last_chosen = grant_id
         grant = Grant(
             grant_id=grant_id,
-            epoch=self.epoch,
+            epoch=self._epoch,
             replica_id=replica.report.replica_id,
             expiry_ms=int(self._limits.grant_expiry_s * 1000),
             kept=kept,

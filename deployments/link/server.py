@@ -104,7 +104,7 @@ class LinkServer:
         raise ConfigError(
             f"the link server of {self._role} {self._own_id!r} cannot listen on {self._host} with "
             f"{span}: {last or 'no port to try'}. Widen the range or free a port in it; each "
-            "replica on a node needs one"
+            "replica on a node needs one, and each model's two queues"
         ) from last
 
     def _make_link(self) -> Link:

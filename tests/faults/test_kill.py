@@ -234,6 +234,17 @@ async def test_a_prefill_replica_killed_mid_transfer_costs_nothing_but_time(
     await asyncio.to_thread(cluster.settled)
 
 
+def placed(cluster: Cluster, policy: str) -> float:
+    """Requests whose replica was chosen so, by the queue or by the gateway's `own` choice."""
+    return sum(
+        float(line.split()[-1])
+        for line in cluster.metrics().splitlines()
+        if line.startswith("tailrace_route_decisions_total{")
+        and 'model="tiny"' in line
+        and f'policy="{policy}"' in line
+    )
+
+
 @until_interrupted
 async def test_requests_are_served_while_both_queues_are_away(
     cluster: Cluster, client: httpx.AsyncClient, note: Note
@@ -251,6 +262,7 @@ async def test_requests_are_served_while_both_queues_are_away(
         now = cluster.queue("tiny", timeout_s=1.0)
         return now if now["epoch"] > epoch and now["granted"] else None
 
+    by_itself = placed(cluster, "own")
     waiting = asyncio.create_task(asyncio.to_thread(wait_for, back))
     answered = 0
     while not waiting.done() or answered < 2:
@@ -258,6 +270,9 @@ async def test_requests_are_served_while_both_queues_are_away(
         await one.exact()
         answered += 1
     now = await waiting
+    await asyncio.sleep(2)  # figures are renewed every second
+    if placed(cluster, "own") == by_itself:
+        raise Over
     note("queues killed: a new one had granted after", time.monotonic() - killed)
     assert now["pid"] not in {queue["pid"] for queue in before}
     await long.exact()

@@ -367,6 +367,19 @@ def test_without_a_known_pace_nobody_is_called_hopeless() -> None:
     assert pool.ask("default", remaining_ms=1) == []
 
 
+def test_a_queue_that_leads_again_takes_the_time_between_for_no_pace() -> None:
+    pool = Pool(1)
+    pool.start(pool.ask("default"))
+    for i in range(30):
+        pool.ask("default", tenant=f"t{i}")
+    for second in range(1, 21):
+        pool.end("default", float(second))  # one a second
+    [refused] = pool.ask("default", 20.0, remaining_ms=3_000, tenant="new")
+    assert isinstance(refused, Refused)
+    pool.queue.lead(2)
+    assert pool.ask("default", 25.0, remaining_ms=3_000, tenant="new") == []
+
+
 def test_each_tier_has_its_own_longest_wait() -> None:
     pool = Pool(1, refuse_hopeless=False)
     assert pool.start(pool.ask("fixed")) == ["fixed"]
