@@ -193,9 +193,13 @@ def test_the_tiny_model_in_float64_says_what_torch_says(make, block_tokens, size
             first = stop
         return tokens
 
-    options = {"dtype": torch.float64, "fingerprint": "tiny", "kv_codes": kv_codes}
-    native = NativeDecoder(TINY_ARCHITECTURE, tiny_tensors(), num_threads=2, **options)
-    want = greedy(Decoder(TINY_ARCHITECTURE, tiny_tensors(), **options), 44, 16)
+    options = {"dtype": torch.float64, "fingerprint": "tiny"}
+    native = NativeDecoder(
+        TINY_ARCHITECTURE, tiny_tensors(), num_threads=2, kv_codes=kv_codes, **options
+    )
+    kv_dtype = "int8" if kv_codes else "auto"
+    twin = Decoder(TINY_ARCHITECTURE, tiny_tensors(), kv_dtype=kv_dtype, **options)
+    want = greedy(twin, 44, 16)
     assert greedy(native, size, block_tokens) == want
 
 

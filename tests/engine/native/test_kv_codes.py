@@ -168,7 +168,7 @@ def test_the_step_is_that_of_the_twin_under_one_fingerprint(kind, make):
         make.tensors(ours.architecture),
         dtype=dtype,
         fingerprint="small",
-        kv_codes=True,
+        kv_dtype="int8",
     )
     assert ours.layout == theirs.layout
     assert ours.layout.fingerprint != plain.layout.fingerprint
