@@ -60,6 +60,23 @@ class Reservation:
     """Whole blocks at the start that need no import: their KV is here."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Skip:
+    """What a plan, if it is carried out, changes about how long a stream has sat out."""
+
+    tracked: Tracked
+    before: float | None
+    after: float | None
+
+    def apply(self) -> None:
+        self.tracked.skipped_since = self.after
+
+    def take_back(self) -> None:
+        """Unless another plan has changed it since."""
+        if self.tracked.skipped_since == self.after:
+            self.tracked.skipped_since = self.before
+
+
 @dataclass(slots=True)
 class _Step:
     """A plan in the making."""
@@ -78,6 +95,7 @@ class _Step:
     premature: bool = False
     """What that pass uses, or will give back, is needed: the step is to be planned after it."""
 
+    skips: tuple[_Skip, ...] = ()
     scheduled: dict[RequestId, tuple[Tracked, int]] = field(
         default_factory=lambda: dict[RequestId, tuple[Tracked, int]]()
     )
@@ -115,6 +133,7 @@ class _Flight:
     work: StepWork
     planned_at: float
     ahead: bool
+    skips: tuple[_Skip, ...]
 
 
 class Scheduler:
@@ -400,7 +419,15 @@ class Scheduler:
                 tracked.planned_tokens
             )
             tracked.in_flight_tokens += num_tokens
-        self._flights.append(_Flight(plan, frozenset(step.scheduled), work, now, step.ahead))
+        # Who neither sits out nor fits waits on.
+        skips = tuple(
+            skip
+            for skip in step.skips
+            if skip.after is not None or skip.tracked.request_id in step.scheduled
+        )
+        for skip in skips:
+            skip.apply()
+        self._flights.append(_Flight(plan, frozenset(step.scheduled), work, now, step.ahead, skips))
         return plan
 
     def commit(
@@ -440,16 +467,16 @@ class Scheduler:
         may be in flight, follow KV that is there.
         """
         assert sampling or len(self._flights) == 1, "the plan ahead was not recalled"
-        self._land(plan)
+        flight = self._land(plan)
         self.blocks.settle_copies(plan.copies, made=sampling)
-        self._ground(plan)
+        self._ground(flight)
 
     def recall(self, plan: StepPlan) -> None:
         """The newest pass, planned ahead, has not begun and will not: take its plan back."""
         flight = self._flights.pop()
         assert plan is flight.plan, "this plan is not the one made last"
         self.blocks.settle_copies(plan.copies, made=False)
-        self._ground(plan)
+        self._ground(flight)
         entered = {each.request_id for each in plan.entered}
         for request_id in entered:
             tracked = self._requests.get(request_id)
@@ -532,13 +559,14 @@ class Scheduler:
             min_prompt_tokens=min(self.config.min_prompt_tokens, most),
             max_skip_s=self.config.ageing_s,
         )
-        for i, tracked in enumerate(decoding):
-            if i not in decided.skipped:
-                tracked.skipped_since = None
-            elif tracked.skipped_since is None:
-                tracked.skipped_since = now
         skipped = frozenset(decoding[i].request_id for i in decided.skipped)
-        return _Step(now, most, decided.prompt_tokens, skipped, ahead)
+        skips: list[_Skip] = []
+        for tracked in decoding:
+            since = tracked.skipped_since
+            sits_out = tracked.request_id in skipped
+            if sits_out == (since is None):
+                skips.append(_Skip(tracked, since, now if sits_out else None))
+        return _Step(now, most, decided.prompt_tokens, skipped, ahead, skips=tuple(skips))
 
     def _demands(self, now: float) -> Iterable[Demand]:
         """Prompts in sight: those that run, and the first that wait."""
@@ -847,9 +875,11 @@ class Scheduler:
         tracked.in_flight_tokens -= len(chunk.token_ids)
         tracked.in_flight_samples -= chunk.sample
 
-    def _ground(self, plan: StepPlan) -> None:
+    def _ground(self, flight: _Flight) -> None:
         """None of the plan's chunks is computed."""
-        for chunk in plan.chunks:
+        for skip in flight.skips:
+            skip.take_back()
+        for chunk in flight.plan.chunks:
             ended = self._deferred.get(chunk.request_id)
             self._come_down(ended or self._requests[chunk.request_id], chunk)
             if ended is not None:

@@ -141,6 +141,49 @@ def test_batch_rows_sit_out_what_an_interactive_stream_has_no_time_for():
     assert mean < 0.020
 
 
+def step_ahead(machine, under_way, *, fails=False):
+    """One pass to its end, behind it a plan that is recalled once and made again. Returns that.
+
+    fails: what is made again fails in its turn, and is planned a third time.
+    """
+    now = machine.now
+    waiting = machine.scheduler.plan(now)
+    machine.scheduler.recall(waiting)
+    machine.scheduler.check()
+    behind = machine.scheduler.plan(now)
+    tokens = {c.request_id: SampledToken(7) for c in under_way.chunks if c.sample}
+    took_s = BASE_S + len(under_way.chunks) * ROW_S
+    machine.now += took_s
+    machine.scheduler.commit(under_way, StepResult(tokens), machine.now, took_s=took_s)
+    if fails:
+        machine.scheduler.abandon(behind)
+        behind = machine.scheduler.plan(machine.now)
+    machine.scheduler.check()
+    return behind
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["recalled", "recalled, and failed"])
+def test_a_stream_that_sits_out_is_computed_in_time_though_every_plan_is_made_again(fails):
+    limit_s = 1.0
+    machine = Machine(ageing_s=limit_s)
+    machine.learn()
+    batch = start(machine, 30, priority=5, max_tokens=3000)
+    start(machine, 1, priority=0, itl_ms=20, max_tokens=3000)
+    last = dict.fromkeys(batch, machine.now)
+    longest_s = 0.0
+    under_way = machine.scheduler.plan(machine.now)
+    for _ in range(400):
+        at = machine.now
+        for chunk in under_way.chunks:
+            if chunk.request_id in last:
+                longest_s = max(longest_s, at - last[chunk.request_id])
+                last[chunk.request_id] = at
+        under_way = step_ahead(machine, under_way, fails=fails)
+    longest_s = max(longest_s, *(machine.now - at for at in last.values()))
+    whole_house_s = BASE_S + 31 * ROW_S
+    assert limit_s < longest_s < limit_s + 4 * whole_house_s
+
+
 @pytest.mark.parametrize("field", ["min_prompt_tokens"])
 def test_limits_are_checked(field):
     with pytest.raises(ConfigError, match=f"{field}=0: must be 1 or more"):
