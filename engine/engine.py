@@ -95,6 +95,7 @@ class Engine:
         self._sent: deque[tuple[StepPlan, float]] = deque()
         """Under way in stages, oldest first, each with when it was planned."""
 
+        self._landed_at = float("-inf")  # the last of those that ended in stages
         self._draining = False
         self._overlaps = self._overlapping(config.scheduler)
         self._scheduler.num_stages = self._num_stages
@@ -288,9 +289,11 @@ class Engine:
         if not self._sent:
             return self._reserved_only()
         plan, started = self._sent.popleft()
+        started = max(started, self._landed_at)
         try:
             result = executor.collect()
         except UnusableLogits as error:
+            self._landed_at = self._clock()
             self._draining = bool(self._sent)
             with self._lock:
                 self._scheduler.abandon(plan, sampling=True)
@@ -299,7 +302,8 @@ class Engine:
         with self._lock:
             out = self._commit(plan, self._scheduler.commit(plan, result, self._clock()))
         out.num_tokens = plan.num_tokens
-        out.duration_s = self._clock() - started
+        self._landed_at = self._clock()
+        out.duration_s = self._landed_at - started
         return out
 
     @property

@@ -241,7 +241,8 @@ _DECLARED = (
     _seconds(
         "tailrace_engine_step_seconds",
         ("model", "role"),
-        "One engine step: plan, forward pass, sampling, commit. With overlap: pass and sampling.",
+        "One engine step: plan, forward pass, sampling, commit. With overlap: pass and sampling. "
+        "With stages, which have a step each under way: from the end of the step before.",
         STEP_BUCKETS,
     ),
     _counter(

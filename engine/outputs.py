@@ -55,7 +55,9 @@ class StepOutput:
     """Tokens computed by the forward pass."""
 
     duration_s: float = 0.0
-    """Of a step planned ahead: its pass alone, the rest of it lies beside other passes."""
+    """Plan, forward pass, sampling and commit; no two steps count the same time. With overlap: pass
+    and sampling alone, the rest lies beside other passes. With stages: the part after the end of
+    the step before, though it began in the first stage while others were in later ones."""
 
     prompts: list[tuple[RequestId, int]] = field(default_factory=_none)
     """Requests of which a share of the prompt was computed, and of how many tokens."""

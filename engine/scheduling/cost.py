@@ -1,5 +1,8 @@
 """How long a step takes, learnt from the steps that ran. Pure: no clock, observations come in.
 
+With stages they are from its plan to its end, through all of them, behind the steps that are under
+way in front of it: that is what a stream waits for its token.
+
 A step's seconds are modelled as a sum of non-negative parts:
 
     base + per_row * rows + per_prompt_token * prompt_tokens + per_read * reads

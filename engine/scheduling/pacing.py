@@ -18,6 +18,7 @@ budget follows the tightest inter-token target as there, and first-token deadlin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,10 +82,12 @@ def pace(
     max_prompt_tokens: int,
     min_prompt_tokens: int,
     max_skip_s: float,
+    num_stages: int = 1,
 ) -> Pace:
     """Decide. `streams` most urgent first.
 
     min_prompt_tokens: what prompts get in any case, so that they are never starved by streams.
+    num_stages: so many steps are under way at once, each for as long as `cost` says.
     """
     if not cost.known:
         return Pace(max_prompt_tokens, frozenset())
@@ -98,7 +101,7 @@ def pace(
     if wanted[0].level <= limit_level:
         limit_s *= STRETCHED / MARGIN
     allowed = cost.prompt_tokens(max(0.0, limit_s - streams_s), wanted[0].first_token)
-    needed = _needed(cost, wanted, streams_s, limit_level, now, max_prompt_tokens)
+    needed = _needed(cost, wanted, streams_s, limit_level, now, max_prompt_tokens, num_stages)
     tokens = max(allowed, needed, float(min_prompt_tokens))
     return Pace(int(min(tokens, float(max_prompt_tokens))), frozenset(skipped))
 
@@ -133,6 +136,7 @@ def _needed(
     limit_level: int,
     now: float,
     most: int,
+    num_stages: int,
 ) -> float:
     """Prompt tokens a step must hold for every more urgent first token to be in time that still can
     be."""
@@ -143,11 +147,16 @@ def _needed(
             continue
         slack_s = DUE_MARGIN * (demand.due_s - now)
         each_s = 1.0 / max(cost.prompt_tokens(1.0, demand.first_token), 1e-9)
-        # `ahead` tokens in steps of x take ahead / x * (streams_s + x * each_s).
-        spare_s = slack_s - ahead * each_s
-        if spare_s <= 0:
+        # `ahead` tokens in steps of x take ahead / x * (streams_s + x * each_s). Where n stages
+        # have one each under way, an n-th of that and, for the last one to pass through the others,
+        # (n - 1) / n of a step: (ahead / x + n - 1) * (streams_s + x * each_s) / n <= slack_s, of
+        # which this is the lower root.
+        filling = num_stages - 1
+        spare_s = num_stages * slack_s - ahead * each_s - filling * streams_s
+        left = spare_s * spare_s - 4 * filling * each_s * ahead * streams_s
+        if spare_s <= 0 or left < 0:
             continue  # late whatever is done
-        x = ahead * streams_s / spare_s
+        x = 2 * ahead * streams_s / (spare_s + math.sqrt(left))
         if x <= most:
             needed = max(needed, x)
     return needed

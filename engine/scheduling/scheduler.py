@@ -435,7 +435,8 @@ class Scheduler:
     ) -> list[Committed]:
         """Take in what the oldest pass produced, in the order of the plan's chunks.
 
-        took_s: how long it ran, where that is not the time since it was planned.
+        took_s: how long it ran, where that is not the time since it was planned. With stages it is:
+        a stream's next token is planned when this one has been through all of them.
         """
         flight = self._land(plan)
         self.blocks.settle_copies(plan.copies, made=True)
@@ -558,6 +559,7 @@ class Scheduler:
             max_prompt_tokens=most,
             min_prompt_tokens=min(self.config.min_prompt_tokens, most),
             max_skip_s=self.config.ageing_s,
+            num_stages=self.num_stages,
         )
         skipped = frozenset(decoding[i].request_id for i in decided.skipped)
         skips: list[_Skip] = []

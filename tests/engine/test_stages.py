@@ -1,5 +1,6 @@
 """An engine over the stages of a pipeline, which have a plan each under way."""
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -50,7 +51,7 @@ class Stages:
         self.executor.close()
 
 
-def build(stages, **limits):
+def build(stages, *, clock=time.monotonic, **limits):
     """An engine whose executor `stages` makes of the plain one."""
     config = EngineConfig(
         model=ModelConfig(name="m", source="fake"),
@@ -70,6 +71,7 @@ def build(stages, **limits):
         layout=plain.layout,
         vocab_size=plain.vocab_size,
         max_context_tokens=plain.max_context_tokens,
+        clock=clock,
     )
 
 
@@ -149,3 +151,27 @@ def test_a_request_that_leaves_while_a_stage_computes_it_gives_its_blocks_back(p
     got, _ = drive(engine)
     assert got == {"aaaaa": tokens["aaaaa"][-len(got["aaaaa"]) :]}
     assert len(got["aaaaa"]) >= 10
+
+
+def test_steps_of_stages_do_not_count_the_same_time_twice():
+    now = 0.0
+
+    class Slow(Stages):
+        def collect(self):
+            nonlocal now
+            now += 1.0
+            return super().collect()
+
+    engine = build(Slow, clock=lambda: now)
+    observed = []
+    cost = engine._scheduler.cost
+    cost.observe = lambda work, seconds: observed.append(seconds)
+    for each in REQUESTS:
+        engine.submit(each)
+    durations = []
+    while (step := engine.step()) is not None:
+        durations.append(step.duration_s)
+    assert durations == [1.0] * int(now)
+    # What a stream waits for its token is another matter.
+    assert observed[0] == 1.0
+    assert observed.count(2.0) > len(durations) / 2

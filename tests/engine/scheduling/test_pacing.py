@@ -17,7 +17,9 @@ def cost() -> StepCost:
     return learnt
 
 
-def decide(cost, streams=(), demands=(), *, now=0.0, most=1000, least=16, max_skip_s=10.0):
+def decide(
+    cost, streams=(), demands=(), *, now=0.0, most=1000, least=16, max_skip_s=10.0, stages=1
+):
     return pace(
         cost,
         streams,
@@ -26,6 +28,7 @@ def decide(cost, streams=(), demands=(), *, now=0.0, most=1000, least=16, max_sk
         max_prompt_tokens=most,
         min_prompt_tokens=least,
         max_skip_s=max_skip_s,
+        num_stages=stages,
     )
 
 
@@ -87,6 +90,19 @@ def test_a_lost_deadline_makes_nobody_else_late(cost):
     relaxed = decide(cost, streams(8), [prompt(400, due_s=10.0, level=-1)])
     assert decide(cost, streams(8), [prompt(400, due_s=-1.0, level=-1)]) == relaxed
     assert decide(cost, streams(8), [prompt(400, due_s=0.03, level=-1)]) == relaxed
+
+
+def test_steps_under_way_together_bring_a_first_token_sooner(cost):
+    # One after another, steps that let the streams keep their target would be too late.
+    eight, due = streams(8), [prompt(400, due_s=0.07, level=-1)]
+    relaxed = decide(cost, eight, [prompt(400, due_s=10.0, level=-1)])
+    assert decide(cost, eight, due).prompt_tokens > relaxed.prompt_tokens
+    assert decide(cost, eight, due, stages=4) == relaxed
+    # Where they are too late as well, steps grow until the last one has passed every stage in time.
+    hard = decide(cost, eight, [prompt(400, due_s=0.0392, level=-1)], stages=4).prompt_tokens
+    step_s = BASE_S + 8 * ROW_S + hard * TOKEN_S
+    assert (400 / hard + 3) * step_s / 4 == pytest.approx(DUE_MARGIN * 0.0392, rel=0.05)
+    assert hard > relaxed.prompt_tokens
 
 
 def test_a_less_urgent_prompt_does_not_stretch_a_more_urgent_stream(cost):
