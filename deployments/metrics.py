@@ -406,8 +406,9 @@ class RayExporter:
 
     Ray repeats the last value while the process lives and forgets it two reporting intervals later.
     What it got before its agent listened is lost, and an agent on a busy machine may take a minute
-    to listen: each export repeats one series in `REPEAT_EVERY`, and each of the first
-    `EARLY_EXPORTS` one in `REPEAT_EARLY`.
+    to listen: of the first `EARLY_EXPORTS` each `REPEAT_EARLY`th says all of them, together, so that
+    sums that belong together begin together; from then on each repeats one series in
+    `REPEAT_EVERY`.
 
     tags: put on every series; name the replica here, as Ray's agent keeps processes apart only by
     worker id. Not to be called on the hot path: a few microseconds a changed series or bucket.
@@ -431,9 +432,10 @@ class RayExporter:
     def export(self) -> None:
         """Bring Ray's figures up to date with the registry."""
         self._exports = turn = self._exports + 1
-        every = self.REPEAT_EARLY if turn <= self.EARLY_EXPORTS else self.REPEAT_EVERY
+        early = turn <= self.EARLY_EXPORTS
         for number, (metric, values, series) in enumerate(self._registry.series()):
-            self._again = (number - turn) % every == 0
+            turns = turn % self.REPEAT_EARLY if early else (number - turn) % self.REPEAT_EVERY
+            self._again = turns == 0
             if isinstance(series, Histogram):
                 self._export_histogram(metric, values, series)
             else:

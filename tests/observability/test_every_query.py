@@ -123,11 +123,16 @@ def test_every_rule_evaluates_and_none_that_means_a_defect_fires(watched: Watche
         return [(r["name"], r["lastError"]) for r in rules if r["health"] != "ok"]
 
     assert none_left(unwell) == []
-    rules = watched.prometheus.rules()
-    active = {r["name"] for r in rules if r["type"] == "alerting" and r["state"] != "inactive"}
     defects = {"TailraceNoFigures", "TailracePhaseSumOff", "TailraceBlocksLeaked"}
     defects |= {"TailraceKVCorrupt", "TailraceQueueAway"}
-    assert active & defects == set()
+
+    def broken() -> set[str]:
+        rules = watched.prometheus.rules()
+        active = {r["name"] for r in rules if r["type"] == "alerting" and r["state"] != "inactive"}
+        return active & defects
+
+    # What Ray's agent hears while it starts may be off for a moment; a defect stays.
+    assert none_left(broken) == set()
 
 
 @pytest.mark.parametrize("job", JOBS)
