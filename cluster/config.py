@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -141,13 +141,32 @@ def _rank_bundles(
     """The placement group that the builder gives a pool whose replicas have ranks."""
     from deployments.settings import rank_bundles
 
+    ranks = _parallel(application, deployment, "tensor") * _parallel(
+        application, deployment, "pipeline"
+    )
+    return rank_bundles(ranks, (application.get("args") or {}).get("accelerator", "cpu"))
+
+
+def _parallel(
+    application: Mapping[str, Any],
+    deployment: Mapping[str, Any],
+    what: Literal["tensor", "pipeline"],
+) -> int:
+    """`tensor_parallel` or `pipeline_parallel` of this pool."""
     args = application.get("args") or {}
-    ranks = 1
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        own = args.get(f"prefill_{name}") if deployment.get("name") == "Prefill" else None
-        size = own or args.get(name, 1)
-        ranks *= size if isinstance(size, int) else 1  # which is told where args are checked
-    return rank_bundles(ranks, args.get("accelerator", "cpu"))
+    name = f"{what}_parallel"
+    own = args.get(f"prefill_{name}") if deployment.get("name") == "Prefill" else None
+    size = own or args.get(name, 1)
+    return size if isinstance(size, int) else 1  # which is told where args are checked
+
+
+def _overlaps(deployment: Mapping[str, Any]) -> bool:
+    from deployments.settings import PoolSettings
+
+    try:
+        return PoolSettings.parse(deployment.get("user_config")).overlap
+    except ConfigError:  # which is told where user_config is checked
+        return False
 
 
 def load(path: Path | None = None) -> ServeConfig:
@@ -626,6 +645,15 @@ class _Lint:
             return
         from deployments.settings import REPLICA_CPUS
 
+        tensor = _parallel(application, deployment, "tensor")
+        if _parallel(application, deployment, "pipeline") == 1 and _overlaps(deployment):
+            self._say(
+                (*at, "user_config", "overlap"),
+                f"true: {tensor} ranks of one stage (tensor_parallel: {tensor}, pipeline_parallel: "
+                "1) plan each step after the last one; leave it out, or let the replica be one "
+                "rank, or set pipeline_parallel: 2 or more, whose stages have a plan each under "
+                "way without it",
+            )
         for name in ("placement_group_bundles", "placement_group_strategy"):
             if deployment.get(name) is not None:
                 self._say(

@@ -165,9 +165,10 @@ class DecodeService:
         reporter.start()
 
     def apply(self, settings: PoolSettings) -> None:
-        """Adopt what can change while running."""
-        self._settings = settings
+        """Adopt what can change while running. Raises ConfigError, and changes nothing, for what
+        the engine cannot do."""
         self.host.reconfigure(settings)
+        self._settings = settings
         self.metrics.recording = settings.metrics
         self.streams.slots = settings.max_running_requests
         self.streams.config = self._lifecycle_config(settings)

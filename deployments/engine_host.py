@@ -95,11 +95,12 @@ class EngineHost:
         return blocks.num_held_blocks * blocks.config.block_tokens
 
     def reconfigure(self, settings: PoolSettings) -> None:
-        self.step_limit_s = settings.step_limit_s
+        """Raises ConfigError, and changes nothing, for what this engine cannot do."""
         if self.built is not None:
             self.built.engine.reconfigure(settings.scheduler())
             if self.built.ranks is not None:
                 self.built.ranks.silence_s = settings.rank_silence_s
+        self.step_limit_s = settings.step_limit_s
 
     @property
     def failure(self) -> BaseException | None:

@@ -17,7 +17,8 @@ class PoolService(Protocol):
     holds: PairHolds
 
     def apply(self, settings: PoolSettings) -> None:
-        """Adopt what can change while running."""
+        """Adopt what can change while running. Raises ConfigError, and changes nothing, for what
+        the engine cannot do."""
         ...
 
     def stats(self) -> dict[str, Any]: ...

@@ -94,6 +94,7 @@ class PrefillService:
         return self._server.address
 
     def apply(self, settings: PoolSettings) -> None:
+        """As of the decode pool."""
         self.host.reconfigure(settings)
         self.metrics.recording = settings.metrics
         self.exports.max_unacked_bytes = settings.max_unacked_bytes

@@ -127,6 +127,43 @@ def test_a_replica_with_ranks_is_placed_by_the_builder(folder: Path, options: st
     assert said in refused(folder, ranked(f"name: Decode, {options}"))
 
 
+OVERLAP = "name: {}, max_surge_percent: 100, user_config: {{overlap: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("args", "pool", "ranks"),
+    [
+        ("tensor_parallel: 2", "Decode", 2),
+        ("tensor_parallel: 4", "Prefill", 4),
+        ("prefill_tensor_parallel: 2", "Prefill", 2),
+        ("tensor_parallel: 2, pipeline_parallel: 2, prefill_pipeline_parallel: 1", "Prefill", 2),
+    ],
+)
+@pytest.mark.parametrize("true", ["true", "1"])
+def test_overlap_is_refused_for_ranks_of_one_stage(
+    folder: Path, args: str, pool: str, ranks: int, true: str
+):
+    assert (
+        f"deployments[0].user_config.overlap: true: {ranks} ranks of one stage (tensor_parallel: "
+        f"{ranks}, pipeline_parallel: 1) plan each step after the last one; leave it out"
+    ) in refused(folder, ranked(OVERLAP.format(pool, true), args=args))
+
+
+@pytest.mark.parametrize(
+    ("args", "pool", "overlap"),
+    [
+        ("tensor_parallel: 2", "Decode", "false"),
+        ("tensor_parallel: 2, pipeline_parallel: 2", "Decode", "true"),
+        ("prefill_tensor_parallel: 2", "Decode", "true"),
+        ("tensor_parallel: 2, prefill_tensor_parallel: 1", "Prefill", "true"),
+    ],
+)
+def test_overlap_is_for_one_rank_or_several_stages(
+    folder: Path, args: str, pool: str, overlap: str
+):
+    load(folder, ranked(OVERLAP.format(pool, overlap), args=args))
+
+
 @pytest.mark.parametrize(
     ("args", "options", "said"),
     [
