@@ -406,9 +406,8 @@ class RayExporter:
 
     Ray repeats the last value while the process lives and forgets it two reporting intervals later.
     What it got before its agent listened is lost, and an agent on a busy machine may take a minute
-    to listen: of the first `EARLY_EXPORTS` each `REPEAT_EARLY`th says all of them, together, so that
-    sums that belong together begin together; from then on each repeats one series in
-    `REPEAT_EVERY`.
+    to listen: of the first `EARLY_EXPORTS` each `REPEAT_EARLY`th says all of them, so that sums
+    that belong together begin together; from then on each repeats one series in `REPEAT_EVERY`.
 
     tags: put on every series; name the replica here, as Ray's agent keeps processes apart only by
     worker id. Not to be called on the hot path: a few microseconds a changed series or bucket.
