@@ -135,14 +135,12 @@ class Dialer:
                 peer.dialling = asyncio.create_task(self._dial(address, peer, expect_id))
                 peer.dialling.add_done_callback(_retrieve)
             dialling = peer.dialling
-            try:
-                # Shielded: one caller's cancellation must not cost the others their link.
-                link = await asyncio.shield(dialling)
-            except asyncio.CancelledError:
-                if not dialling.cancelled():
-                    raise
+            # One caller's cancellation costs the others no link, nor is it taken for the attempt's.
+            await asyncio.wait({dialling})
+            if dialling.cancelled():
                 reason = CloseReason(CloseCode.CLOSED, "forgotten while dialling")
-                raise LinkDown(f"no link to {address}: {reason}", reason) from None
+                raise LinkDown(f"no link to {address}: {reason}", reason)
+            link = dialling.result()
         if expect_id is not None and link.peer_id != expect_id:
             reason = CloseReason(CloseCode.UNEXPECTED_PEER, f"{address} is {link.peer_id!r} now")
             raise LinkDown(f"{expect_id!r} is gone: {reason}", reason)

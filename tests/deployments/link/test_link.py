@@ -410,6 +410,24 @@ async def test_forgetting_an_address_while_it_is_dialled_is_a_link_down(make_pai
     await dialer.close()
 
 
+@pytest.mark.parametrize("caller_first", [True, False])
+async def test_a_caller_that_is_cancelled_together_with_the_attempt_ends(
+    make_pair: Any, caller_first: bool
+) -> None:
+    """As when a loop ends all of its tasks: one that went on instead would keep it for ever."""
+    pair = await make_pair()
+    dialer = Dialer(SECRET, "gateway", "gateway-2", HANDLERS)
+    before = asyncio.all_tasks()
+    caller = asyncio.create_task(dialer.get(pair.server.address))
+    await asyncio.sleep(0)
+    (attempt,) = asyncio.all_tasks() - before - {caller}
+    for task in (caller, attempt) if caller_first else (attempt, caller):
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await dialer.close()
+
+
 def test_backoff_doubles_up_to_its_bound() -> None:
     backoff = Backoff(first_s=0.1, max_s=0.5)
     assert [backoff.after(n) for n in (1, 2, 3, 4, 99)] == [0.1, 0.2, 0.4, 0.5, 0.5]
