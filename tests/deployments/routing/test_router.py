@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,8 +147,14 @@ async def test_targets_are_met_exactly_and_the_directory_carries_the_metadata(fr
     for _ in range(5):
         targets = [first, second] * 10
         assert await front.who.remote(targets) == targets
-    anywhere = Counter(await front.who.remote([None] * 40))
-    assert set(anywhere) == {first, second}
+    # Without a target both get work; one that is too busy to say how much it has is left alone.
+    anywhere = set[str]()
+    for _ in range(60):
+        anywhere |= set(await front.who.remote([None] * 40))
+        if anywhere == {first, second}:
+            break
+        await asyncio.sleep(0.5)
+    assert anywhere == {first, second}
 
 
 async def test_an_unknown_target_fails_at_once(front: Any) -> None:
