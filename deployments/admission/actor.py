@@ -53,9 +53,9 @@ class QueueActor:
     ) -> None:
         """`model` is the name that its figures carry, if not the application's. `host` None binds
         the address by which Ray knows this node; where `host` is all of them, that is what others
-        are told. `secret` None reads the cluster's: as an argument of an actor it would lie in Ray's
-        control store. `find_peer` tells where the queue at the other `place` listens; without one
-        this queue leads at once and for ever. `alone`: in a process of its own."""
+        are told. `secret` None reads the cluster's: as an argument of an actor it would lie in
+        Ray's control store. `find_peer` tells where the queue at the other `place` listens; without
+        one this queue leads at once and for ever. `alone`: in a process of its own."""
         if alone:
             spare_startup()
         secret = read_link_secret() if secret is None else secret
