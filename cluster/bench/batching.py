@@ -158,6 +158,7 @@ def bench_batching(effort: Effort, say: Say) -> dict[str, Any]:
     }
     best = max((str(budget) for budget in BUDGETS), key=lambda policy: attained[policy])
     return {
+        "step_costs": "stated",
         "percent": PERCENT,
         "requests": effort.requests,
         "num_loads": len(cases) * len(effort.loads),
@@ -238,12 +239,19 @@ def _request(i: int, arrival: Arrival, mix: Mix) -> Request:
 def table(result: dict[str, Any]) -> list[str]:
     """For people: by case and load who keeps both targets."""
     policies = list(result["attained"])
-    lines: list[str] = []
+    lines = [
+        f"simulated: the scheduler is the engine's, what a step takes is {result['step_costs']}, "
+        "not measured (prices below; with --json each case's `prices`)",
+    ]
     for case in result["cases"]:
+        prices = case["prices"]
         lines += [
             f"{case['machine']}, {case['mix']}: prompt {case['prompt_tokens']}, output "
             f"{case['output_tokens']}, first token {case['ttft_s']:g} s, gap {case['itl_s']:g} s, "
             f"capacity {case['capacity_rate']}/s; p95 of first token/gap, * where both are kept",
+            f"a step: {1000 * prices['step_s']:g} ms, {1000 * prices['row_s']:g} ms a stream, "
+            f"{1000 * prices['prompt_token_s']:g} ms a prompt token, "
+            f"{1e6 * prices['read_s']:g} us a KV token read",
             f"{'load':>6}" + "".join(f"{policy:>16}" for policy in policies),
         ]
         for row in case["loads"]:

@@ -51,4 +51,9 @@ def test_every_case_has_its_row_and_the_counts_are_of_those_that_attain():
     kept = [case["loads"][0]["slo"]["attains"] for case in result["cases"]]
     assert result["slo_attained"] == sum(kept)
     assert {case["machine"] for case in result["cases"]} == set(MACHINES)
-    assert table(result)[-1].startswith(f"loads attained of {len(MIXES)}: slo ")
+    assert result["step_costs"] == "stated"
+    lines = table(result)
+    assert lines[0].startswith("simulated: the scheduler is the engine's, what a step takes is sta")
+    price = "a step: 8 ms, 0.8 ms a stream, 0.4 ms a prompt token, 0.02 us a KV token read"
+    assert lines.count(price) == sum(machine == "laptop" for machine, _ in MIXES)
+    assert lines[-1].startswith(f"loads attained of {len(MIXES)}: slo ")
