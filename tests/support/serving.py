@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -407,8 +407,16 @@ class Choice:
         self.finish = ""
 
 
-def locally(source: str, prompt: list[int], n: int = 1, **params: Any) -> list[Choice]:
-    """The answer of one engine in this process that serves nothing else."""
+def locally(source: str, prompt: list[int], n: int = 1, **params: Any) -> tuple[Choice, ...]:
+    """The answer of one engine in this process that serves nothing else. The same question is
+    computed once."""
+    return _answer(source, tuple(prompt), n, tuple(sorted(params.items())))
+
+
+@cache
+def _answer(
+    source: str, prompt: tuple[int, ...], n: int, params: tuple[tuple[str, Any], ...]
+) -> tuple[Choice, ...]:
     from engine.build import assemble
     from engine.config import EngineConfig, ModelConfig, SchedulerConfig
     from engine.request import Request, SamplingParams
@@ -420,11 +428,11 @@ def locally(source: str, prompt: list[int], n: int = 1, **params: Any) -> list[C
         block_tokens=16,
         scheduler=SchedulerConfig(max_step_tokens=4096, max_chunk_tokens=4096),
     )
-    whole = SamplingParams(**params)
+    whole = SamplingParams(**dict(params))
     choices: list[Choice] = []
     for i in range(n):
         engine = assemble(config, model, tokenizer).engine
-        request = Request(request_id="r", prompt_ids=tuple(prompt), params=whole.for_choice(i))
+        request = Request(request_id="r", prompt_ids=prompt, params=whole.for_choice(i))
         engine.submit(request)
         choice = Choice()
         while (step := engine.step()) is not None:
@@ -435,7 +443,7 @@ def locally(source: str, prompt: list[int], n: int = 1, **params: Any) -> list[C
                 choice.text += output.text
                 choice.finish = output.finish.value if output.finish else ""
         choices.append(choice)
-    return choices
+    return tuple(choices)
 
 
 @pytest.fixture(scope="session")
