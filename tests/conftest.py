@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Machines that run the tests have few cores, and several engines share them: threads that spin for
@@ -20,3 +21,8 @@ _SLOW_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slo
 settings.register_profile("repeat", derandomize=True, database=None, **_SLOW_MACHINE)
 settings.register_profile("explore", **_SLOW_MACHINE)
 settings.load_profile("repeat")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks the shared session comes last: until then the session takes no time from others."""
+    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
