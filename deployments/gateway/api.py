@@ -26,6 +26,7 @@ from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
     Plan,
     find_model,
+    limits_of,
     prepare_chat,
     prepare_completion,
     tokenise,
@@ -163,7 +164,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
         identity = await _counted(request, state)
-        body = parse(TokenizeRequest, await _read(request, state))
+        body = parse(TokenizeRequest, await _read(request, state, identity))
         info = await find_model(state.backend, state.config, identity, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", param="prompt")
@@ -194,7 +195,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
         identity = await _counted(request, state)
-        body = parse(DetokenizeRequest, await _read(request, state))
+        body = parse(DetokenizeRequest, await _read(request, state, identity))
         info = await find_model(state.backend, state.config, identity, body.model)
         text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
@@ -247,9 +248,9 @@ async def _counted(request: Request, state: GatewayState) -> Identity:
     return identity
 
 
-async def _read(request: Request, state: GatewayState) -> bytes:
-    limit = state.config.limits.max_body_bytes
-    return await read_body(call_of(request.scope), request.receive, limit)
+async def _read(request: Request, state: GatewayState, identity: Identity) -> bytes:
+    limits = limits_of(state.config, identity)
+    return await read_body(call_of(request.scope), request.receive, limits.max_body_bytes)
 
 
 def _json(value: Any) -> Response:

@@ -48,6 +48,18 @@ class Limits(_Strict):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """None: the model's context is the limit."""
 
+    max_conversation_tokens: int | None = Field(default=None, ge=1)
+    """Prompt of a chat that goes on, which is one with more than one message of the user: what may
+    be kept of a conversation, while a single question may be as long as `max_prompt_tokens`."""
+
+    max_tool_output_bytes: int | None = Field(default=None, ge=1)
+    """Text, in UTF-8, of one message of the role `tool` (or `function`, its older name), all of
+    its parts together."""
+
+    max_retrieved_chunks: int | None = Field(default=None, ge=0)
+    """Passages of a retrieval that the prompt holds, as the client tells in the body's
+    `tailrace: {"retrieved": N}`. One that tells nothing is held by the limits on prompts alone."""
+
     max_output_tokens: int | None = Field(default=None, ge=1)
     """None: the model's own limit, or what the context leaves."""
 

@@ -127,13 +127,14 @@ async def prepare_chat(
     backend: Backend, config: GatewayConfig, identity: Identity, body: ChatRequest
 ) -> Plan:
     """Raises RequestError."""
-    limits = _limits_of(config, identity)
+    limits = limits_of(config, identity)
     _check_chat(body, limits)
     info = await _model_of(backend, config, identity, body.model)
     tools = None if body.tool_choice == "none" else body.tools
     prompt_ids = await tokenise_chat(
         info, body.messages, tools, body.add_generation_prompt is not False
     )
+    _check_conversation(body.messages, limits, len(prompt_ids))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     return _plan(
@@ -155,7 +156,7 @@ async def prepare_completion(
     backend: Backend, config: GatewayConfig, identity: Identity, body: CompletionRequest
 ) -> Plan:
     """Raises RequestError."""
-    limits = _limits_of(config, identity)
+    limits = limits_of(config, identity)
     prompts: list[str] | list[list[int]] = body.prompt
     _check_completion(body, limits, len(prompts))
     info = await _model_of(backend, config, identity, body.model)
@@ -191,6 +192,8 @@ def _check_chat(body: ChatRequest, limits: Limits) -> None:
             "leave out or join older ones",
             param="messages",
         )
+    if limits.max_tool_output_bytes is not None:
+        _check_tool_outputs(body.messages, limits.max_tool_output_bytes)
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(
             f"response_format.type={body.response_format.type!r}: only 'text' is supported; ask "
@@ -211,6 +214,34 @@ def _check_chat(body: ChatRequest, limits: Limits) -> None:
             f"top_logprobs={body.top_logprobs}: needs logprobs=true; set it or leave "
             "top_logprobs out",
             param="top_logprobs",
+        )
+
+
+def _check_tool_outputs(messages: Sequence[Message], most: int) -> None:
+    for i, message in enumerate(messages):
+        if message.role not in ("tool", "function") or not message.content:
+            continue
+        size = len(message.content.encode("utf-8", "surrogatepass"))
+        if size > most:
+            raise RequestError(
+                f"messages[{i}]: a tool's output of {size} bytes, at most {most} are taken; send "
+                "an extract or a summary of it",
+                param=f"messages[{i}].content",
+            )
+
+
+def _check_conversation(messages: Sequence[Message], limits: Limits, prompt_tokens: int) -> None:
+    """What is kept of a chat that goes on."""
+    most = limits.max_conversation_tokens
+    if most is None or prompt_tokens <= most:
+        return
+    turns = sum(message.role == "user" for message in messages)
+    if turns > 1:
+        raise RequestError(
+            f"the conversation of {turns} user messages has {prompt_tokens} tokens: at most {most} "
+            "are kept of one; leave out or summarise older messages",
+            code="context_length_exceeded",
+            param="messages",
         )
 
 
@@ -260,6 +291,14 @@ def _check_shared(body: SamplingBody, limits: Limits) -> None:
         raise RequestError(
             f"stop: {len(body.stop)} strings, at most {limits.max_stop}; leave some out",
             param="stop",
+        )
+    retrieved = None if body.tailrace is None else body.tailrace.retrieved
+    most = limits.max_retrieved_chunks
+    if retrieved is not None and most is not None and retrieved > most:
+        raise RequestError(
+            f"tailrace.retrieved={retrieved}: at most {most} retrieved passages are taken; send "
+            "those that rank highest",
+            param="tailrace.retrieved",
         )
 
 
@@ -500,17 +539,15 @@ def visible_models(backend: Backend, identity: Identity) -> list[ModelInfo]:
     return [info for info in backend.models() if allowed is None or info.name in allowed]
 
 
-def _limits_of(config: GatewayConfig, identity: Identity) -> Limits:
-    """The gateway's limits, narrowed by the key's."""
-    names = ("max_prompt_tokens", "max_output_tokens", "max_n")
-    own = {n: value for n in names if (value := getattr(identity, n)) is not None}
+def limits_of(config: GatewayConfig, identity: Identity) -> Limits:
+    """The gateway's limits, narrowed by the key's and its tenant's."""
+    own = identity.ceilings.model_dump(exclude_none=True)
     if not own:
         return config.limits
-    limits = config.limits
     for name, value in own.items():
-        general = getattr(limits, name)
+        general = getattr(config.limits, name)
         own[name] = value if general is None else min(value, general)
-    return limits.model_copy(update=own)
+    return config.limits.model_copy(update=own)
 
 
 async def _model_of(

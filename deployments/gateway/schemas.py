@@ -177,7 +177,8 @@ class SamplingBody(Body):
     """`auto`, or a tier of this cluster: see `tiers`."""
 
     tailrace: Extension | None = None
-    """Ours: time outside the model, and the wish to have the answer explained."""
+    """Ours: time outside the model, the wish to have the answer explained, what is optional, how
+    many passages were retrieved."""
 
     user: str | None = None
     safety_identifier: ShortText | None = None

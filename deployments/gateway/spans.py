@@ -1,9 +1,10 @@
-"""What clients tell beside the OpenAI fields: time spent outside the model, and a wish to be told.
+"""What clients tell beside the OpenAI fields: time spent outside the model, a wish to be told, what
+they could do without, how much of the prompt was retrieved.
 
 ```
 x-tailrace-spans: [{"name": "search", "kind": "retrieval", "start_ms_ago": 420, "duration_ms": 400}]
 x-tailrace-explain: 1
-body:  "tailrace": {"spans": [...], "explain": true}
+body:  "tailrace": {"spans": [...], "explain": true, "optional": true, "retrieved": 12}
 ```
 """
 
@@ -94,6 +95,9 @@ class Extension(_Strict):
 
     optional: bool = False
     """The client can do without this answer: a tier that drops extras refuses it."""
+
+    retrieved: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Passages of a retrieval in the prompt, for `limits.max_retrieved_chunks`."""
 
 
 _LIST: TypeAdapter[tuple[Span, ...]] = TypeAdapter(Spans)

@@ -49,7 +49,7 @@ from deployments.gateway.measure import (
     report_verdict,
 )
 from deployments.gateway.openai import Collector, Tally
-from deployments.gateway.prepare import Plan
+from deployments.gateway.prepare import Plan, limits_of
 from deployments.gateway.request_log import Noted, unix_s
 from deployments.gateway.slo import Timing
 from deployments.gateway.spans import count as count_spans
@@ -212,7 +212,8 @@ class Generation:
         state, call = self._state, self._call
         identity = state.identify(call.headers)
         self._record.salt = identity.salt
-        body = await read_body(call, receive, self._config.limits.max_body_bytes)
+        limits = limits_of(self._config, identity)
+        body = await read_body(call, receive, limits.max_body_bytes)
         record = self._record
         record.read_s = time.monotonic()
         if self._config.logs.log_prompts:

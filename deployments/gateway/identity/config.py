@@ -37,18 +37,26 @@ class Quota(_Strict):
     them cannot push first attempts out."""
 
 
-class Rights(_Strict):
-    """What a request may ask for, at most. Null: what the gateway's own limits allow."""
+class Ceilings(_Strict):
+    """Those of the gateway's `Limits` that an owner narrows. Null: what the gateway allows."""
+
+    max_body_bytes: int | None = Field(default=None, ge=1024)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_conversation_tokens: int | None = Field(default=None, ge=1)
+    max_tool_output_bytes: int | None = Field(default=None, ge=1)
+    max_retrieved_chunks: int | None = Field(default=None, ge=0)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_n: int | None = Field(default=None, ge=1)
+
+
+class Rights(Ceilings):
+    """What a request may ask for, at most. Null: all there is."""
 
     tiers: tuple[str, ...] | None = None
     """Service tiers, the first one where none is asked for."""
 
     models: tuple[str, ...] | None = None
     """By their own names, not by aliases."""
-
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    max_n: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _not_empty(self) -> Rights:

@@ -9,12 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deployments.gateway.identity.config import DEFAULT_TENANT, Directory, Key, Tenant
+from deployments.gateway.identity.config import (
+    DEFAULT_TENANT,
+    Ceilings,
+    Directory,
+    Key,
+    Tenant,
+)
 from deployments.gateway.limits.store import Claim
 from engine.errors import ConfigError, RequestError
 
 PREFIX = "tr-"
 """Of keys we make, so that secret scanners know them."""
+
+CEILINGS = tuple(Ceilings.model_fields)
 
 
 def new_key() -> str:
@@ -46,9 +54,7 @@ class Identity:
     operator: bool
     tiers: tuple[str, ...] | None
     models: frozenset[str] | None
-    max_prompt_tokens: int | None
-    max_output_tokens: int | None
-    max_n: int | None
+    ceilings: Ceilings
     quotas: tuple[tuple[str, Tenant | Key], ...]
     """`(owner, limits)`, the key's own before its tenant's."""
 
@@ -136,9 +142,9 @@ class KeyRing:
             operator=key is None or key.operator,
             tiers=_both([r.tiers for r in rights]),
             models=None if models is None else frozenset(models),
-            max_prompt_tokens=_least([r.max_prompt_tokens for r in rights]),
-            max_output_tokens=_least([r.max_output_tokens for r in rights]),
-            max_n=_least([r.max_n for r in rights]),
+            ceilings=Ceilings(
+                **{name: _least([getattr(r, name) for r in rights]) for name in CEILINGS}
+            ),
             quotas=tuple(quotas),
         )
 

@@ -299,3 +299,63 @@ async def test_random_json_is_never_a_500(gateway: Any) -> None:
             assert reply.error["message"]
     assert statuses <= {200, 400, 404}
     assert {200, 400} <= statuses
+
+
+def tool(content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        ("é" * 5, 200),
+        ("é" * 5 + "x", 400),
+        ([{"type": "text", "text": "x" * 4}, {"type": "text", "text": "y" * 5}], 200),
+        ([{"type": "text", "text": "x" * 5}, {"type": "text", "text": "y" * 5}], 400),
+        (None, 200),
+    ],
+)
+async def test_a_tools_output_is_bounded_in_bytes_over_all_its_parts(
+    gateway: Any, content: Any, status: int
+) -> None:
+    gateway.state.apply({"limits": {"max_tool_output_bytes": 10}})
+    messages = [*USER, tool("x"), tool(content), {"role": "user", "content": "y" * 50}]
+    reply = await gateway.post(CHAT, chat(messages=messages))
+    assert reply.status == status
+    if status == 400:
+        assert reply.error["param"] == "messages[2].content"
+        assert "of 11 bytes, at most 10" in reply.error["message"]
+        assert "summary" in reply.error["message"]
+
+
+async def test_a_conversation_is_bounded_from_its_second_turn_on(gateway: Any) -> None:
+    long = {"role": "user", "content": "x" * 100}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, long]
+    used = (await gateway.post(CHAT, chat(messages=turns))).json()["usage"]["prompt_tokens"]
+    gateway.state.apply({"limits": {"max_conversation_tokens": used}})
+    assert (await gateway.post(CHAT, chat(messages=turns))).status == 200
+    gateway.state.apply({"limits": {"max_conversation_tokens": used - 1}})
+    reply = await gateway.post(CHAT, chat(messages=turns))
+    error = reply.error
+    assert (reply.status, error["param"]) == (400, "messages")
+    assert error["code"] == "context_length_exceeded"
+    for words in (f"has {used} tokens", f"at most {used - 1}", "summarise older messages"):
+        assert words in error["message"]
+    # A single question may be as long.
+    question = [{"role": "user", "content": "x" * 150}]
+    assert (await gateway.post(CHAT, chat(messages=question))).status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_retrieved_passages_are_bounded_as_the_client_tells_them(
+    gateway: Any, path: str
+) -> None:
+    make = chat if path == CHAT else text
+    gateway.state.apply({"limits": {"max_retrieved_chunks": 3}})
+    for told in ({"retrieved": 3}, {"retrieved": 0}, {}):
+        assert (await gateway.post(path, make(tailrace=told))).status == 200
+    reply = await gateway.post(path, make(tailrace={"retrieved": 4}))
+    assert (reply.status, reply.error["param"]) == (400, "tailrace.retrieved")
+    assert "tailrace.retrieved=4: at most 3" in reply.error["message"]
+    wrong = await gateway.post(path, make(tailrace={"retrieved": -1}))
+    assert (wrong.status, wrong.error["param"]) == (400, "tailrace.retrieved")

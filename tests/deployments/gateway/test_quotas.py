@@ -93,6 +93,35 @@ async def test_a_tenants_limits_narrow_those_of_the_gateway(gateway):
     assert (await gateway.post(PATH, body(), headers=auth("op"))).status == 200
 
 
+async def test_a_tenants_limits_on_what_a_conversation_carries_narrow_too(gateway):
+    own = {"max_conversation_tokens": 90, "max_tool_output_bytes": 4, "max_retrieved_chunks": 2}
+    gateway.state.apply(config({"a": own}, limits=dict.fromkeys(own, 200)))
+    turn = {"role": "user", "content": "hi"}
+    for fields, param in (
+        ({"messages": [turn, {"role": "tool", "content": "12345"}]}, "messages[1].content"),
+        ({"messages": [turn], "tailrace": {"retrieved": 3}}, "tailrace.retrieved"),
+        ({"messages": [turn, {"role": "user", "content": "x" * 80}]}, "messages"),
+    ):
+        asked = {"model": "tiny", "max_tokens": 5, **fields}
+        answer = await gateway.post("/v1/chat/completions", asked, headers=auth("a"))
+        assert (answer.status, answer.error["param"]) == (400, param)
+        own = await gateway.post("/v1/chat/completions", asked, headers=auth("op"))
+        assert own.status == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_tenants_bodies_are_bounded_apart(gateway, path):
+    gateway.state.apply(config({"a": {"max_body_bytes": 1024}}))
+    big = body(prompt="a b", messages=[{"role": "user", "content": "a b"}], tokens=[1], user=None)
+    big["filler"] = "x" * 1100
+    if path == "/tokenize":
+        del big["messages"]
+    refused = await gateway.post(path, big, headers=auth("a"))
+    assert (refused.status, refused.error["code"]) == (413, "request_too_large")
+    assert "at most 1024 are read" in refused.error["message"]
+    assert (await gateway.post(path, big, headers=auth("op"))).status == 200
+
+
 async def test_tokens_are_reserved_whole_and_what_was_not_used_comes_back(gateway):
     # The script answers with fewer tokens than were allowed.
     gateway.state.apply(config({"a": {"tokens_per_minute": 100, "requests_per_minute": 50}}))

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.gateway.identity.config import Directory, Tenant
+from deployments.gateway.identity.config import Ceilings, Directory, Tenant
 from deployments.gateway.identity.keyring import KeyRing, hash_key, new_key, tenant_salt
 from deployments.gateway.identity.source import KeySource
 from deployments.gateway.limits.store import Claim
@@ -89,9 +89,17 @@ def test_rights_are_those_that_both_key_and_tenant_have():
     )
     identity = ring.identify(bearer(KEY))
     assert identity.tiers == ("batch", "default")
-    assert identity.max_n == 4
+    assert identity.ceilings.max_n == 4
     assert identity.models == {"b"}
-    assert identity.max_output_tokens is None
+    assert identity.ceilings.max_output_tokens is None
+
+
+def test_each_ceiling_is_the_lower_one_of_key_and_tenant():
+    names = list(Ceilings.model_fields)
+    low, high = {name: 2000 for name in names}, {name: 3000 for name in names}
+    for tenant, key in ((low, high), (high, low), ({}, low), (low, {})):
+        identity = KeyRing(directory({"team": tenant}, **key)).identify(bearer(KEY))
+        assert identity.ceilings.model_dump() == low
 
 
 def test_a_key_of_a_tenant_that_nobody_declared_is_refused_where_tenants_are_declared():
