@@ -30,7 +30,7 @@ from deployments.holds import HoldKeeper, PairHolds
 from deployments.lifecycle.machine import LifecycleConfig
 from deployments.lifecycle.prefill_pool import PrefillPool, ReplicaSource
 from deployments.lifecycle.pull import PullClient
-from deployments.lifecycle.reads import BlockReads, start_agent
+from deployments.lifecycle.reads import BlockReads, start_agents
 from deployments.lifecycle.streams import StreamTable
 from deployments.link.client import Dialer
 from deployments.link.link import Link, LinkDown, LinkHandlers
@@ -52,7 +52,7 @@ from engine.transfer.manifest import Prefilled
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from engine.transfer.nixl import NixlAgent
+    from engine.transfer.nixl_group import AgentGroup
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class DecodeService:
         self._secret = secret
         self._server: LinkServer | None = None
         self._dialer: Dialer | None = None
-        self._agent: NixlAgent | None = None
+        self._agents: AgentGroup | None = None
         self._prefill_holds: HoldKeeper | None = None
         self._recent_pulls: deque[dict[str, Any]] = deque(maxlen=256)
         self.metrics = ReplicaMetrics(args.name, "decode", replica_id, connector=args.transport)
@@ -109,7 +109,7 @@ class DecodeService:
         built, args = self.host.built, self._args
         if args.transport == "nixl" and args.prefill and built is not None:
             window = self._settings.max_unacked_bytes
-            self._agent = await start_agent(built.pool, window_bytes=window)
+            self._agents = await start_agents(built.pool, window_bytes=window)
         self.host.start(self._on_step, self.streams.fail_all)
         self._server = LinkServer(
             self._secret,
@@ -138,8 +138,8 @@ class DecodeService:
             stall_s=self._settings.pull_stall_s,
             silence_s=self._settings.pull_silence_s,
         )
-        if self._agent is not None:
-            pulls.reads = BlockReads(self._agent, built.engine.layout, built.pool.block_tokens)
+        if self._agents is not None:
+            pulls.reads = BlockReads(self._agents, built.engine.layout, built.pool.block_tokens)
         self._dialer = Dialer(
             self._secret,
             "decode",
@@ -176,8 +176,8 @@ class DecodeService:
             self.pulls.window_bytes = settings.transfer_window_bytes
             self.pulls.stall_s = settings.pull_stall_s
             self.pulls.silence_s = settings.pull_silence_s
-        if self._agent is not None:
-            self._agent.reconfigure(settings.max_unacked_bytes)
+        if self._agents is not None:
+            self._agents.reconfigure(settings.max_unacked_bytes)
         self._report()
 
     async def close(self) -> None:
@@ -193,8 +193,8 @@ class DecodeService:
         if self._dialer is not None:
             await self._dialer.close()
         self.host.close()
-        if self._agent is not None:
-            await asyncio.to_thread(self._agent.close)
+        if self._agents is not None:
+            await asyncio.to_thread(self._agents.close)
 
     @property
     def draining(self) -> bool:
@@ -230,6 +230,9 @@ class DecodeService:
             "pulls_active": 0 if pulls is None else pulls.num_active,
             "bytes_received": 0 if pulls is None else pulls.bytes_received,
             "checksum_mismatches": 0 if pulls is None else pulls.checksum_mismatches,
+            "reads_connected": 0
+            if pulls is None or pulls.reads is None
+            else pulls.reads.num_connected,
             "reads_open": 0 if pulls is None or pulls.reads is None else pulls.reads.num_open,
             "recent_pulls": list(self._recent_pulls),
             "log": list(self.streams.log)[-32:],

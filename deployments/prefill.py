@@ -20,7 +20,7 @@ from deployments.engine_host import EngineHost
 from deployments.garbage import spare_startup
 from deployments.holds import PairHolds
 from deployments.lifecycle.export import ExportServer
-from deployments.lifecycle.reads import BlockOffers, start_agent
+from deployments.lifecycle.reads import BlockOffers, start_agents
 from deployments.link.link import Link, LinkHandlers
 from deployments.link.server import LinkServer
 from deployments.link.wire import CloseReason
@@ -69,8 +69,8 @@ class PrefillService:
     async def start(self, args: ModelArgs, advertise_host: str) -> str:
         """Listen and begin stepping. Returns the link's address."""
         if args.transport == "nixl":
-            agent = await start_agent(self._pool, window_bytes=self._window_bytes)
-            self.exports.offers = BlockOffers(agent)
+            agents = await start_agents(self._pool, window_bytes=self._window_bytes)
+            self.exports.offers = BlockOffers(agents)
         self.host.start(self._on_step, self._on_failure)
         self._server = LinkServer(
             self._secret,

@@ -140,7 +140,9 @@ class ModelArgs(_Strict):
 
     transport: Literal["link", "nixl"] = "link"
     """What carries KV: the link between two replicas, or READs by NIXL (RDMA, shared memory, GPU
-    memory), with the link for everything that is said about them."""
+    memory), with the link for everything that is said about them. With several ranks each reads
+    what it holds; pools that cut KV heads differently read each token's heads apart, which needs
+    the same `block_tokens` on both sides."""
 
     link: LinkArgs = LinkArgs()
 
@@ -172,11 +174,6 @@ class ModelArgs(_Strict):
     def _ranks_are_possible(self) -> ModelArgs:
         if max(self.num_ranks, self.of_prefill().num_ranks) == 1:
             return self
-        if self.transport == "nixl":
-            raise ValueError(
-                "transport='nixl' reads from one pool of KV, and ranks keep one each: use 'link', "
-                "which carries KV between replicas of any sizes, or one rank for prefill and decode"
-            )
         if self.source in ("fake", "synthetic"):
             raise ValueError(f"source={self.source!r} has no parts for ranks: use one rank")
         if self.backend == "native":
@@ -230,6 +227,7 @@ class ModelArgs(_Strict):
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            kv_reads=self.transport == "nixl" and self.prefill,
         )
 
 

@@ -153,6 +153,7 @@ def _build_on_ranks(
             block_tokens=config.block_tokens,
             num_threads=threads,
             devices=_rank_devices(config, launcher),
+            kv_reads=config.kv_reads,
         )
         loaded()
         return _on_ranks(config, tokenizer, start)
@@ -187,11 +188,12 @@ def _on_ranks(config: EngineConfig, tokenizer: Tokenizer, start: RankGroupStart)
             pool_bytes = config.num_blocks * config.block_tokens * token_bytes
             limit_s = max(_TAKE_LIMIT_S, pool_bytes / 1e9) if here else None
             remote = start.allocate(config.num_blocks, pool.files, limit_s=limit_s)
-            pool.connect(remote)
+            pool.connect(remote, start.read_channels)
             claims.clear()
         weight_bytes = sum(rank.weight_bytes for rank in start.ready)
         memory = _told(config, token_bytes, weight_bytes, free)
         executor = start.executor()
+        pool.on_lost = executor.kill
         for channel in remote:
             if channel is not None:
                 channel.on_lost = executor.kill

@@ -215,6 +215,10 @@ class EngineConfig:
     pipeline_parallel: int = 1
     """Stages of layers, each of `tensor_parallel` ranks."""
 
+    kv_reads: bool = False
+    """KV is read out of this engine's pool, or into it, by agents (`engine.transfer.nixl`): ranks
+    get ready to have one."""
+
     def __post_init__(self) -> None:
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0.0 < fraction <= 1.0:

@@ -74,14 +74,14 @@ async def _measure(
     effort: Effort, shape: Shape, secret: bytes, source: SourceProcess, say: Say
 ) -> dict[str, Any]:
     from deployments.lifecycle.pull import PullClient
-    from deployments.lifecycle.reads import BlockReads, start_agent
+    from deployments.lifecycle.reads import BlockReads, start_agents
     from deployments.link.client import Dialer
     from deployments.link.link import LinkHandlers
 
     pool = shape.pool(seed=None)
     pulls = PullClient(pool.layout, window_bytes=16 << 20, stall_s=10.0, silence_s=10.0)
-    agent = await start_agent(pool, window_bytes=MAX_UNACKED_BYTES)
-    reads = pulls.reads = BlockReads(agent, pool.layout, shape.block_tokens)
+    agents = await start_agents(pool, window_bytes=MAX_UNACKED_BYTES)
+    reads = pulls.reads = BlockReads(agents, pool.layout, shape.block_tokens)
     pulls.dialer = Dialer(
         secret,
         "decode",
@@ -120,7 +120,7 @@ async def _measure(
                 say(f"{pair + 1} pairs of {effort.pairs}")
     finally:
         await pulls.dialer.close()
-        await asyncio.to_thread(agent.close)
+        await asyncio.to_thread(agents.close)
     ratios = [b / a for a, b in zip(times["link"], times["nixl"], strict=True)]
     return {
         "tokens": shape.num_tokens,

@@ -88,7 +88,7 @@ class _Computed:
 
 async def _serve(shape: Shape, secret: bytes, with_nixl: bool) -> None:
     from deployments.lifecycle.export import ExportServer
-    from deployments.lifecycle.reads import BlockOffers, start_agent
+    from deployments.lifecycle.reads import BlockOffers, start_agents
     from deployments.link.link import Link, LinkHandlers
     from deployments.link.server import LinkServer
     from engine.cache.hashing import hash_chain, root_hash
@@ -103,8 +103,8 @@ async def _serve(shape: Shape, secret: bytes, with_nixl: bool) -> None:
     )
     engine.told = exports.on_step
     if with_nixl:
-        agent = await start_agent(pool, window_bytes=MAX_UNACKED_BYTES)
-        exports.offers = BlockOffers(agent)
+        agents = await start_agents(pool, window_bytes=MAX_UNACKED_BYTES)
+        exports.offers = BlockOffers(agents)
 
     def opened(link: Link) -> None:
         if exports.offers is not None:

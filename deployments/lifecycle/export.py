@@ -24,6 +24,7 @@ from engine.transfer.nixl_offers import OfferingExport
 if TYPE_CHECKING:
     from deployments.lifecycle.reads import BlockOffers
     from engine.engine import Engine
+    from engine.models.model import KVPart
     from engine.transfer.memory import KVMemory
 
 LEASE_S = 30.0
@@ -43,6 +44,9 @@ class _Session:
     chain_tokens: int
     first_token: int
     log: ChunkLog
+    readers: tuple[KVPart, ...] | None
+    """What each rank of the receiver reads of a block; None where blocks are sent."""
+
     announced: bool = False
 
 
@@ -191,12 +195,14 @@ class ExportServer:
                 first_token_ms=given.first_token_ms,
                 preemptible=given.preemptible,
             )
-            read = self.offers is not None and agent == [self.offers.epoch]
+            readers = None
+            if self.offers is not None:
+                readers = self.offers.readers(agent[0] if agent else None)
             self._sessions[request_id] = _Session(
                 link,
                 transfer,
                 request_id,
-                (OfferingExport if read else KVExport)(
+                (KVExport if readers is None else OfferingExport)(
                     self._pool,
                     first_token=first_token,
                     num_tokens=request.num_tokens,
@@ -206,6 +212,7 @@ class ExportServer:
                 chain_tokens,
                 first_token,
                 ChunkLog(time.monotonic()),
+                readers,
             )
             self._engine.submit(request, hold_s=LEASE_S)
         except (RequestError, Overloaded) as error:
@@ -242,8 +249,9 @@ class ExportServer:
         export = session.export
         ready = export.computed(computed.num_tokens, computed.blocks)
         if ready and self.offers is not None and isinstance(export, OfferingExport):
+            assert session.readers is not None
             self.bytes_sent += len(ready) * export.block_bytes
-            self.offers.offer(session.link, session.transfer, ready)
+            self.offers.offer(session.link, session.transfer, ready, session.readers)
         self._pump(session)
 
     def _announce(self, session: _Session, num_cached_tokens: int) -> None:

@@ -119,7 +119,7 @@ class PullClient:
                     intake.first_token,
                     self.window_bytes,
                     chain_tokens,
-                    None if reads is None else reads.epoch(link),
+                    None if reads is None else reads.wish(link),
                 ]
             )
             if not asked:

@@ -1,9 +1,9 @@
 """Both halves of a pull whose whole blocks are read by NIXL: what is said on the link about it.
 
 ```
-prefill → decode   AGENT   on every new link: how to read from this process's pool
-decode → prefill   PREFILL with the epoch of the agent that it is connected to
-prefill → decode   READY   these blocks are computed, and what their bytes add up to
+prefill → decode   AGENT   on every new link: how to read from this replica's pool, or its ranks'
+decode → prefill   PREFILL with the epoch that it is connected to, and what each of its ranks reads
+prefill → decode   READY   these blocks are computed, and what the bytes so read add up to
 ```
 
 Manifest, ragged ends, first token, signs of life, lease and commit are those of any pull.
@@ -12,6 +12,7 @@ Manifest, ragged ends, first token, signs of life, lease and commit are those of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -22,16 +23,17 @@ from typing import TYPE_CHECKING, Any, cast
 from deployments.link.link import Link
 from deployments.link.messages import Kind
 from engine.errors import TransferError
-from engine.models.model import KVLayout
+from engine.models.model import KVLayout, KVPart
 from engine.transfer.intake import KVIntake
 from engine.transfer.manifest import ChunkHead
-from engine.transfer.nixl import AgentCard, Read, ReadResult
+from engine.transfer.nixl import ReadResult
+from engine.transfer.nixl_cut import parts_from_wire, parts_to_wire
+from engine.transfer.nixl_group import AgentGroup, GroupRead, ReplicaCard, open_agents
 from engine.transfer.nixl_intake import ReadIntake
 from engine.transfer.nixl_offers import Offer
 
 if TYPE_CHECKING:
     from engine.transfer.memory import KVMemory
-    from engine.transfer.nixl import NixlAgent
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,9 @@ Entry = tuple[int, int, int | None]
 
 @dataclass(slots=True)
 class _Agent:
-    """The agent at the other end of one link."""
+    """The agents at the other end of one link."""
 
-    card: AgentCard
+    card: ReplicaCard
     peer: tuple[str, int]
     """Its name, and which attempt at connecting to any agent this is: READs of one connection may
     settle while the next, over another link, begins."""
@@ -72,34 +74,45 @@ class _Block:
     """The sender knows what its bytes add up to."""
 
 
-async def start_agent(pool: KVMemory, *, window_bytes: int) -> NixlAgent:
-    """An agent whose callbacks run on the calling loop. Raises ConfigError where there can be
+async def start_agents(pool: KVMemory, *, window_bytes: int) -> AgentGroup:
+    """Agents whose callbacks run on the calling loop. Raises ConfigError where there can be
     none."""
-    from engine.transfer.nixl import NixlAgent
-
-    agent = NixlAgent(
-        pool, asyncio.get_running_loop().call_soon_threadsafe, window_bytes=window_bytes
-    )
-    await asyncio.to_thread(agent.start)
-    return agent
+    deliver = asyncio.get_running_loop().call_soon_threadsafe
+    return await asyncio.to_thread(open_agents, pool, deliver, window_bytes=window_bytes)
 
 
 class BlockOffers:
     """Prefill's half. Lives on the event loop."""
 
-    def __init__(self, agent: NixlAgent) -> None:
-        self._agent = agent
+    def __init__(self, agents: AgentGroup) -> None:
+        self._agents = agents
 
     @property
     def epoch(self) -> str:
-        return self._agent.card.epoch
+        return self._agents.card.epoch
 
     def announce(self, link: Link) -> None:
         """Tell a new link's other end how to read from here."""
-        link.send([Kind.AGENT, 0, self._agent.card.to_wire()])
+        link.send([Kind.AGENT, 0, self._agents.card.to_wire()])
 
-    def offer(self, link: Link, transfer: int, offers: Sequence[Offer]) -> None:
-        """Let the receiver read these blocks, once their checksums are known."""
+    def readers(self, wish: Any) -> tuple[KVPart, ...] | None:
+        """What each rank of a receiver reads of a block, by what PREFILL says; None where it reads
+        nothing here: it is not connected, or not to this process."""
+        match wish:
+            case [self.epoch, [_, *_] as parts]:
+                with contextlib.suppress(TransferError):
+                    readers = parts_from_wire(parts)
+                    self._agents.require_whole(readers)
+                    return readers
+            case _:
+                pass
+        return None
+
+    def offer(
+        self, link: Link, transfer: int, offers: Sequence[Offer], readers: Sequence[KVPart]
+    ) -> None:
+        """Let the receiver, whose ranks hold `readers`, read these blocks, once their checksums are
+        known."""
         if not offers:
             return
 
@@ -107,24 +120,24 @@ class BlockOffers:
             entries = [[o.first_token, o.block, s] for o, s in zip(offers, sums, strict=True)]
             link.send([Kind.READY, transfer, self.epoch, entries])
 
-        self._agent.checksums([offer.block for offer in offers], summed)
+        self._agents.checksums([offer.block for offer in offers], readers, summed)
 
     def close(self) -> None:
-        self._agent.close()
+        self._agents.close()
 
 
 class BlockReads:
     """Decode's half. Lives on the event loop."""
 
-    def __init__(self, agent: NixlAgent, layout: KVLayout, block_tokens: int) -> None:
+    def __init__(self, agents: AgentGroup, layout: KVLayout, block_tokens: int) -> None:
         self.bytes_read = 0
         self.num_failures = 0
-        self._agent = agent
+        self._group = agents
         self._layout = layout
         self._page = block_tokens
         self._agents: dict[Link, _Agent] = {}
         self._attempts = itertools.count(1)
-        self._open: dict[ReadIntake, set[Read]] = {}
+        self._open: dict[ReadIntake, set[GroupRead]] = {}
         self._posts: list[float] = []
 
     @property
@@ -143,14 +156,19 @@ class BlockReads:
         return posts
 
     def epoch(self, link: Link) -> str | None:
-        """Of the agent at the other end, while it can be read from."""
+        """Of the agents at the other end, while they can be read from."""
         agent = self._agents.get(link)
         return agent.card.epoch if agent is not None and agent.connected else None
+
+    def wish(self, link: Link) -> list[Any] | None:
+        """What PREFILL says of READs: see `BlockOffers.readers`."""
+        epoch = self.epoch(link)
+        return None if epoch is None else [epoch, parts_to_wire(self._group.parts)]
 
     def on_agent(self, link: Link, wire: list[Any]) -> None:
         """The other end said how to read from it: connect, and read a first block."""
         try:
-            card = AgentCard.from_wire(wire)
+            card = ReplicaCard.from_wire(wire)
         except TransferError as error:
             logger.warning("KV of %s comes over the link: %s", link.peer_id, error)
             return
@@ -162,7 +180,7 @@ class BlockReads:
         """The other end is gone: forget its agent."""
         agent = self._agents.pop(link, None)
         if agent is not None:
-            self._agent.lose_peer(agent.peer)
+            self._group.lose_peer(agent.peer)
 
     def _connect(self, link: Link, agent: _Agent) -> None:
         if self._agents.get(link) is not agent:
@@ -175,17 +193,22 @@ class BlockReads:
                 return
             if error is None:
                 agent.connected = True
-                logger.info("KV of %s is read from agent %s", link.peer_id, epoch)
+                logger.info(
+                    "KV of %s is read from %d agents, %s",
+                    link.peer_id,
+                    len(agent.card.agents),
+                    epoch,
+                )
             else:
                 self._disconnect(link, agent, error)
 
-        self._agent.add_peer(peer, agent.card, done)
+        self._group.add_peer(peer, agent.card, done)
 
     def _disconnect(self, link: Link, agent: _Agent, error: TransferError) -> None:
         """Until it is tried again, the link carries what would be read."""
         logger.warning("KV of %s comes over the link: %s", link.peer_id, error)
         agent.connected = False
-        self._agent.lose_peer(agent.peer)
+        self._group.lose_peer(agent.peer)
         if error.stage != "offer":  # what does not fit now never will
             asyncio.get_running_loop().call_later(RECONNECT_S, self._connect, link, agent)
 
@@ -226,7 +249,7 @@ class BlockReads:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"blocks cannot be read: {error!r}", stage="offer") from error
-        at_once = max(1, RUN_BYTES // agent.card.block_bytes)
+        at_once = max(1, RUN_BYTES // (self._page * self._layout.bytes_per_token))
         runs = deque(blocks[i : i + at_once] for i in range(0, len(blocks), at_once))
         peer = agent.peer
 
@@ -237,6 +260,14 @@ class BlockReads:
             if intake.closed:
                 left = sum(map(len, runs))
                 runs.clear()
+                intake.give_back(left)
+            elif self._agents.get(link) is not agent or (agent.peer, agent.connected) != (
+                peer,
+                True,
+            ):
+                left = sum(map(len, runs))
+                runs.clear()
+                failed(TransferError("its peer is gone", stage="link"))
                 intake.give_back(left)
             else:
                 self._read(link, agent, peer, runs.popleft(), intake, landed, failed, post)
@@ -257,13 +288,20 @@ class BlockReads:
     ) -> None:
         """One READ. `over`: nothing writes into its blocks any more, which were given back."""
 
-        def ended(read: Read, result: ReadResult) -> None:
+        def ended(read: GroupRead, result: ReadResult) -> None:
             self._posts.append(result.post_s)
             if result.error is not None:
                 self.num_failures += 1
                 error = TransferError(f"READ failed: {result.error}", stage="link")
                 if agent.connected and agent.peer == peer and self._agents.get(link) is agent:
                     self._disconnect(link, agent, error)
+                failed(error)
+                return
+            if not result.sound:
+                error = TransferError(
+                    "blocks were read with scales that no codes have: negative or not finite",
+                    stage="chunk",
+                )
                 failed(error)
                 return
             summed = True
@@ -279,7 +317,7 @@ class BlockReads:
             self.bytes_read += num_bytes
             landed(num_bytes, summed)
 
-        def quiet(read: Read) -> None:
+        def quiet(read: GroupRead) -> None:
             reads = self._open[intake]
             reads.discard(read)
             if not reads:
@@ -287,7 +325,7 @@ class BlockReads:
             intake.give_back(len(blocks))
             over()
 
-        read = self._agent.read(
+        read = self._group.read(
             peer,
             [block.local for block in blocks],
             [block.remote for block in blocks],
@@ -301,10 +339,10 @@ class BlockReads:
         `ReadIntake.lent`."""
         if isinstance(intake, ReadIntake):
             for read in self._open.get(intake, ()):
-                self._agent.cancel(read)
+                self._group.cancel(read)
 
     def close(self) -> None:
-        self._agent.close()
+        self._group.close()
 
     def _whole_block(self, first_token: int, checksum: int) -> ChunkHead:
         layout = self._layout

@@ -242,7 +242,7 @@ class Usage:
 # CREDIT [Kind.CREDIT, stream_id, tokens]                     consumed since the last credit
 # DRAIN  [Kind.DRAIN, draining]               Serve dropped you: no new grants; or it took you back
 # ALIVE  [Kind.ALIVE, [transfer, ...]]            these wait for their turn here or are computed
-# AGENT  [Kind.AGENT, 0, AgentCard.to_wire()]    how to read blocks from this process by NIXL
+# AGENT  [Kind.AGENT, 0, ReplicaCard.to_wire()]  how to read blocks from this replica by NIXL
 # READY  [Kind.READY, transfer, epoch, [[first_token, block, checksum or None], ...]]   read these
 # HELD   [Kind.HELD, transfer]      are the blocks of this transfer still held? Same in answer: yes
 # SNAPSHOT [Kind.SNAPSHOT, replica_id, role, series]        a replica's metrics, every second

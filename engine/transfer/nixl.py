@@ -1,8 +1,11 @@
 """KV blocks read straight from another replica's pool into this one's, by NIXL.
 
-One agent a replica, on a thread of its own: the library is used from that thread alone (its Python
-agent has no locks) and never from an event loop. The pool is registered once; descriptor lists (one
-descriptor a block, the pool being block-major) are prepared once here and once a peer.
+One agent a pool, on a thread of its own: the library is used from that thread alone (its Python
+agent has no locks) and never from an event loop. A replica of several ranks has a pool and an agent
+in each (`nixl_group` makes one of them). The pool is registered once; descriptor lists (one
+descriptor a block, the pool being block-major) are prepared once here and once a peer. Where both
+sides cut KV heads differently a block is many descriptors (`nixl_cut`), and lists of them are made
+for each READ: those of a whole pool would be tens of millions.
 
 An agent's name is new with every process, and travels with every offer as its `epoch`: what was
 offered by a process that is gone can't be read from the one that took its place.
@@ -27,7 +30,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, TransferError
+from engine.models.model import KVPart
 from engine.transfer.checksum import checksum
+from engine.transfer.nixl_cut import block_runs, meeting, piece_bytes
 from engine.transfer.nixl_reads import (
     DropPeer,
     Failed,
@@ -43,11 +48,15 @@ from engine.transfer.nixl_reads import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.models.shard import Span
     from engine.transfer.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 
-AGENT_CARD_VERSION = 1
+AGENT_CARD_VERSION = 2
 SETTLE_S = 1.0
 """How long blocks of a READ that failed stay untouched after its endpoint was closed: what the
 network card had begun ends within it."""
@@ -84,6 +93,13 @@ class AgentCard:
     fingerprint: str
     """Of the model whose KV it is."""
 
+    layers: Span
+    heads: Span
+    """Of the model, that this pool holds."""
+
+    owned_heads: Span
+    """Those of them that are read here; the others are copies of another rank's."""
+
     version: int = AGENT_CARD_VERSION
 
     def to_wire(self) -> list[Any]:
@@ -97,18 +113,22 @@ class AgentCard:
             self.block_tokens,
             self.device,
             self.fingerprint,
+            self.layers,
+            self.heads,
+            self.owned_heads,
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> AgentCard:
         """Raises TransferError for another version or a malformed list."""
-        if not wire or wire[0] != AGENT_CARD_VERSION or len(wire) != 9:
+        if not wire or wire[0] != AGENT_CARD_VERSION or len(wire) != 12:
             raise TransferError(
                 f"agent card version {wire[0] if wire else None}, this side speaks "
                 f"{AGENT_CARD_VERSION}: run equal releases on both pools",
                 stage="offer",
             )
-        _, epoch, metadata, address, block_bytes, num_blocks, block_tokens, device, print_ = wire
+        _, epoch, metadata, address, block_bytes, num_blocks, block_tokens, device, *model = wire
+        fingerprint, layers, heads, owned_heads = model
         return cls(
             epoch=epoch,
             metadata=metadata,
@@ -117,8 +137,29 @@ class AgentCard:
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             device=device,
-            fingerprint=print_,
+            fingerprint=fingerprint,
+            layers=_span(layers),
+            heads=_span(heads),
+            owned_heads=_span(owned_heads),
         )
+
+    @property
+    def held(self) -> KVPart:
+        """What the pool holds."""
+        return KVPart(self.layers, self.heads)
+
+    @property
+    def owned(self) -> KVPart:
+        """What is read of it."""
+        return KVPart(self.layers, self.owned_heads)
+
+
+def _span(wire: Any) -> Span:
+    match wire:
+        case [int(first), int(last)] if 0 <= first <= last:
+            return first, last
+        case _:
+            raise TransferError(f"malformed agent card: {wire!r}"[:200], stage="offer")
 
 
 def require_nixl() -> None:
@@ -188,8 +229,8 @@ class ReadResult:
     """How a READ ended, for its owner. Exactly one a READ, unless it was cancelled before."""
 
     checksums: tuple[int | None, ...]
-    """Of each block that landed, in the order asked for; empty when it failed. None where nobody
-    can compute one: in the memory of a device."""
+    """Of what was read of each block that landed, in the order asked for; empty when it failed.
+    None where nobody can compute one: in the memory of a device."""
 
     error: str | None
     post_s: float
@@ -197,6 +238,9 @@ class ReadResult:
 
     seconds: float
     """From the post to the last byte."""
+
+    sound: bool = True
+    """Every scale that was read is one that codes can have, as far as this side can see."""
 
 
 @dataclass(slots=True, eq=False)
@@ -214,15 +258,48 @@ class Read:
 
     # What follows is the agent's thread's alone.
     handle: Any = None
+    num_bytes: int = 0
     posted_s: float = 0.0
     post_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Where the bytes of each block lie that are read, here or there."""
+
+    address: int
+    block_bytes: int
+    kind: str
+    device: int
+    runs: NDArray[np.int64]
+    """See `block_runs`."""
+
+    def rows(self, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """`[descriptors, 3]`: address, length and device. NumPy, because NIXL takes a list of
+        tuples element by element (vllm#48209)."""
+        import numpy as np
+
+        rows = np.empty((len(blocks), len(self.runs), 3), dtype=np.uint64)
+        starts = self.address + blocks * self.block_bytes
+        rows[:, :, 0] = (starts[:, None] + self.runs[:, 0]).astype(np.uint64)
+        rows[:, :, 1] = self.runs[:, 1].astype(np.uint64)
+        rows[:, :, 2] = self.device
+        return np.reshape(rows, (-1, 3))
 
 
 @dataclass(slots=True)
 class _Peer:
     name: str
-    blocks: Any
-    """Prepared descriptor list of its pool."""
+    piece: KVPart
+    """What is read of its blocks, in the model's own numbering."""
+
+    piece_bytes: int
+    here: _Side
+    there: _Side
+    local: Any = None
+    """Prepared descriptor lists of both pools; None where a block is many descriptors."""
+
+    blocks: Any = None
 
 
 @dataclass(slots=True)
@@ -250,8 +327,15 @@ class NixlAgent:
         *,
         window_bytes: int,
         settle_s: float = SETTLE_S,
+        held: KVPart | None = None,
+        owned_heads: Span | None = None,
     ) -> None:
+        """`held`: what part of the model's KV the pool holds, and `owned_heads` those of its heads
+        that are read here. None: all."""
+        layout = pool.layout
         self.counters = AgentCounters()
+        self._held = held or KVPart((0, layout.num_layers), (0, layout.num_kv_heads))
+        self._owned_heads = owned_heads or self._held.heads
         self._pool = pool
         self._deliver = deliver
         self._table = ReadTable(window_bytes=window_bytes, settle_s=settle_s)
@@ -267,10 +351,11 @@ class NixlAgent:
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
         # The library's, all of them the thread's alone.
         self._agent: Any = None
-        self._local: Any = None
+        self._local: dict[tuple[int, int], Any] = {}
+        """Prepared descriptor lists of the own pool, by the run of each block that is read into."""
+
         self._registered: Any = None
-        self._bytes: Any = None
-        """`[num_blocks, block_bytes]` of host memory; None of a device's."""
+        self._on_host = True
 
     # For owners
 
@@ -316,14 +401,16 @@ class NixlAgent:
         ended: Callable[[Read, ReadResult], None],
         quiet: Callable[[Read], None],
     ) -> Read:
-        """Copy the peer's blocks `remote` over the blocks `local`, in order."""
+        """Copy the peer's blocks `remote`, or what part of them this pool holds, over the blocks
+        `local`, in order."""
         assert len(local) == len(remote), "as many blocks on both sides"
         read = Read(next(self._ids), peer, tuple(local), tuple(remote), ended, quiet)
-        num_bytes = len(local) * self.card.block_bytes
 
         def submit() -> None:
+            known = self._peers.get(peer)
+            read.num_bytes = 0 if known is None else len(local) * known.piece_bytes
             self._reads[read.read_id] = read
-            self._act(self._table.submit(read.read_id, peer, num_bytes))
+            self._act(self._table.submit(read.read_id, peer, read.num_bytes))
 
         self._do(submit)
         return read
@@ -333,12 +420,15 @@ class NixlAgent:
         self._do(lambda: self._act(self._table.cancel(read.read_id)))
 
     def checksums(
-        self, blocks: Sequence[int], done: Callable[[tuple[int | None, ...]], None]
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[KVPart],
+        done: Callable[[list[tuple[int | None, ...]]], None],
     ) -> None:
-        """Of whole blocks of this pool, computed off the caller's thread; None for each in
-        the memory of a device."""
-        chosen = tuple(blocks)
-        self._do(lambda: self._tell(done, self._checksums(chosen)))
+        """Of parts of blocks of this pool, computed off the caller's thread: for each part those of
+        all blocks. None for each in the memory of a device."""
+        chosen, wanted = tuple(blocks), tuple(parts)
+        self._do(lambda: self._tell(done, [self._checksums(chosen, part) for part in wanted]))
 
     def reconfigure(self, window_bytes: int) -> None:
         self._table.window_bytes = window_bytes
@@ -434,9 +524,11 @@ class NixlAgent:
 
     def _landed(self, read: Read) -> None:
         seconds = time.monotonic() - read.posted_s
-        self.counters.bytes_landed += len(read.local) * self.card.block_bytes
+        self.counters.bytes_landed += read.num_bytes
         # Here and not where it is told: that is an event loop.
-        result = ReadResult(self._checksums(read.local), None, read.post_s, seconds)
+        piece = self._peers[read.peer].piece
+        sums, sound = self._checksums(read.local, piece), self._sound(read.local, piece)
+        result = ReadResult(sums, None, read.post_s, seconds, sound)
         self._tell(read.quiet, read)
         self._tell(read.ended, read, result)
 
@@ -446,11 +538,29 @@ class NixlAgent:
         except RuntimeError as error:  # the loop is closed: nobody is there to be told
             logger.debug("not told: %s", error)
 
-    def _checksums(self, blocks: Sequence[int]) -> tuple[int | None, ...]:
-        rows = self._bytes
-        if rows is None:
+    def _checksums(self, blocks: Sequence[int], piece: KVPart) -> tuple[int | None, ...]:
+        if not self._on_host:
             return (None,) * len(blocks)
-        return tuple(checksum(rows[block]) for block in blocks)
+        return tuple(checksum(self._payload(block, piece)) for block in blocks)
+
+    def _sound(self, blocks: Sequence[int], piece: KVPart) -> bool:
+        """Whether scales of codes that were read are such; True of what a device keeps."""
+        pool = self._pool
+        if not self._on_host or not pool.layout.coded:
+            return True
+        shape = piece.layers[1] - piece.layers[0], piece.heads[1] - piece.heads[0]
+        return all(pool.has_sound_scales(self._payload(block, piece), *shape) for block in blocks)
+
+    def _payload(self, block: int, piece: KVPart) -> memoryview:
+        """Those bytes of a block in wire order, where they lie if they lie together."""
+        first_layer, first_head = self._held.layers[0], self._held.heads[0]
+        layers = piece.layers[0] - first_layer, piece.layers[1] - first_layer
+        heads = piece.heads[0] - first_head, piece.heads[1] - first_head
+        pool = self._pool
+        payload = pool.piece(block, layers, heads)
+        if payload is None:
+            payload = pool.gather(block, 0, pool.block_tokens, *layers, heads)
+        return payload
 
     # The library
 
@@ -461,17 +571,15 @@ class NixlAgent:
 
         pool = self._pool
         if not isinstance(pool, KVPool):
-            raise ConfigError("ranks keep a pool each, and an agent reads from one")
+            raise ConfigError("ranks keep a pool each, and each needs an agent of its own")
         data = pool.data
+        self._on_host = data.device.type == "cpu"
+        if not self._on_host:
+            torch.cuda.set_device(data.device)  # of this thread
         block_bytes = data[0].numel() * data.element_size()
         epoch = f"tailrace-{uuid.uuid4().hex}"
         agent = self._agent = _make_agent(epoch)
-        kind, device = _place(str(data.device))
-        if data.device.type == "cpu":
-            self._bytes = data.view(pool.num_blocks, -1).view(torch.uint8).numpy()
         self._registered = agent.register_memory(data)
-        rows = _rows(data.data_ptr(), block_bytes, pool.num_blocks, device)
-        self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, kind)
         self._card = AgentCard(
             epoch=epoch,
             metadata=agent.get_agent_metadata(),
@@ -481,18 +589,70 @@ class NixlAgent:
             block_tokens=pool.block_tokens,
             device=str(data.device),
             fingerprint=pool.layout.fingerprint,
+            layers=self._held.layers,
+            heads=self._held.heads,
+            owned_heads=self._owned_heads,
         )
+        # What is read by a replica that is cut alike, before the first of them is there.
+        self._local_list(self._side(self.card, self._held, whole=True))
+
+    def _side(self, card: AgentCard, piece: KVPart, *, whole: bool) -> _Side:
+        layout, page = self._pool.layout, self._pool.block_tokens
+        runs = block_runs(card.held, piece, layout, page, whole=whole)
+        return _Side(card.address, card.block_bytes, *_place(card.device), runs)
+
+    def _local_list(self, side: _Side) -> Any:
+        """Prepared once for every cut that a peer may have."""
+        import numpy as np
+
+        ((offset, length),) = side.runs.tolist()
+        prepared = self._local.get((offset, length))
+        if prepared is None:
+            rows = side.rows(np.arange(self._pool.num_blocks, dtype=np.int64))
+            prepared = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, side.kind)
+            self._local[offset, length] = prepared
+        return prepared
+
+    def _fitting(self, card: AgentCard) -> KVPart:
+        """What is read of a peer's blocks. Raises TransferError where they do not fit these."""
+        ours, layout = self.card, self._pool.layout
+        if card.fingerprint != ours.fingerprint:
+            raise TransferError(
+                f"KV of model {card.fingerprint}, here it is of {ours.fingerprint}: it comes over "
+                "the link instead",
+                stage="offer",
+            )
+        if card.block_tokens != ours.block_tokens:
+            raise TransferError(
+                f"blocks of {card.block_tokens} tokens, here they have {ours.block_tokens}: KV "
+                "comes over the link instead, which cuts it by token; for READs give both pools "
+                "one block_tokens",
+                stage="offer",
+            )
+        expected = piece_bytes(card.held, layout, card.block_tokens)
+        if card.block_bytes != expected:
+            raise TransferError(
+                f"blocks of {card.block_bytes} bytes, {expected} are what {card.held} has here: KV "
+                "comes over the link instead",
+                stage="offer",
+            )
+        piece = meeting(self._held, card.owned)
+        if piece is None:
+            raise TransferError(
+                f"{card.owned} is offered, and {self._held} read here: nothing of it",
+                stage="offer",
+            )
+        return piece
 
     def _add_peer(
         self, peer: PeerId, card: AgentCard, done: Callable[[TransferError | None], None]
     ) -> None:
-        ours, agent = self.card, self._agent
-        if (card.fingerprint, card.block_bytes) != (ours.fingerprint, ours.block_bytes):
-            error = TransferError(
-                f"blocks of {card.block_bytes} bytes of model {card.fingerprint}, here they have "
-                f"{ours.block_bytes} of {ours.fingerprint}: KV comes over the link instead",
-                stage="offer",
-            )
+        import numpy as np
+
+        agent = self._agent
+        try:
+            piece = self._fitting(card)
+        except TransferError as error:
             self._tell(done, error)
             return
         if any(known.name == card.epoch for known in self._peers.values()):
@@ -500,7 +660,9 @@ class NixlAgent:
             error = TransferError("READs of its last connection are not over", stage="connect")
             self._tell(done, error)
             return
-        name, blocks = "", None
+        name, blocks, local = "", None, None
+        whole = piece.heads == self._held.heads == card.heads
+        here, there = (self._side(c, piece, whole=whole) for c in (self.card, card))
         try:
             answered: bytes | str = agent.add_remote_agent(card.metadata)
             name = answered.decode() if isinstance(answered, bytes) else answered
@@ -509,9 +671,10 @@ class NixlAgent:
                     f"agent {name!r} answers where {card.epoch!r} was announced", stage="offer"
                 )
             agent.make_connection(name)
-            kind, device = _place(card.device)
-            rows = _rows(card.address, card.block_bytes, card.num_blocks, device)
-            blocks = agent.prep_xfer_dlist(name, rows, kind)
+            if whole:
+                local = self._local_list(here)
+                rows = there.rows(np.arange(card.num_blocks, dtype=np.int64))
+                blocks = agent.prep_xfer_dlist(name, rows, there.kind)
             self._table.add_peer(peer)
         except Exception as error:
             if blocks is not None:
@@ -520,7 +683,8 @@ class NixlAgent:
                 self._forget_agent(name)
             self._tell(done, _as_transfer_error(error))
             return
-        self._peers[peer] = _Peer(name, blocks)
+        size = piece_bytes(piece, self._pool.layout, card.block_tokens)
+        self._peers[peer] = _Peer(name, piece, size, here, there, local, blocks)
         self.counters.peers[peer] = name
 
         def warm(read: Read, result: ReadResult) -> None:
@@ -536,13 +700,20 @@ class NixlAgent:
 
         read.posted_s = began = time.monotonic()
         try:
-            read.handle = agent.make_prepped_xfer(
-                "READ",
-                self._local,
-                np.asarray(read.local, dtype=np.int32),
-                peer.blocks,
-                np.asarray(read.remote, dtype=np.int32),
-            )
+            if peer.blocks is None:
+                ours, theirs = (
+                    agent.get_xfer_descs(side.rows(np.asarray(blocks, dtype=np.int64)), side.kind)
+                    for side, blocks in ((peer.here, read.local), (peer.there, read.remote))
+                )
+                read.handle = agent.initialize_xfer("READ", ours, theirs, peer.name)
+            else:
+                read.handle = agent.make_prepped_xfer(
+                    "READ",
+                    peer.local,
+                    np.asarray(read.local, dtype=np.int32),
+                    peer.blocks,
+                    np.asarray(read.remote, dtype=np.int32),
+                )
             state = Polled(agent.transfer(read.handle))
         except Exception as error:
             logger.warning("READ from %s could not be posted: %s", peer.name, error)
@@ -571,7 +742,8 @@ class NixlAgent:
     def _drop(self, peer_id: PeerId) -> None:
         peer = self._peers.pop(peer_id)
         self.counters.peers.pop(peer_id, None)
-        self._release_blocks(peer.name, peer.blocks)
+        if peer.blocks is not None:
+            self._release_blocks(peer.name, peer.blocks)
         self._forget_agent(peer.name)
 
     def _release_blocks(self, name: str, blocks: Any) -> None:
@@ -595,11 +767,13 @@ class NixlAgent:
         for peer_id in list(self._peers):
             self._drop(peer_id)
         try:
-            self._local.release()
+            for prepared in self._local.values():
+                prepared.release()
             self._agent.deregister_memory(self._registered)
         except Exception as error:
             logger.warning("the NIXL agent did not end cleanly: %s", error)
-        self._local = self._registered = self._agent = None
+        self._local.clear()
+        self._registered = self._agent = None
 
 
 _KEPT: list[Any] = []
@@ -615,17 +789,3 @@ def _as_transfer_error(error: Exception) -> TransferError:
     if isinstance(error, TransferError):
         return error
     return TransferError(f"no NIXL connection: {type(error).__name__}: {error}", stage="connect")
-
-
-def _rows(address: int, block_bytes: int, num_blocks: int, device: int) -> Any:
-    """`[num_blocks, 3]`: address, length and device of each block. NumPy, because NIXL takes a list
-    of tuples element by element (vllm#48209)."""
-    import numpy as np
-
-    rows = np.empty((num_blocks, 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(
-        block_bytes
-    )
-    rows[:, 1] = block_bytes
-    rows[:, 2] = device
-    return rows

@@ -79,14 +79,12 @@ class ReadIntake(KVIntake):
         """The block lent for `head` is filled. Raises TransferError as `received` does.
 
         found: checksum of its bytes. None: they lie where no side can compute one, on a device.
+        Whether its scales are sound is for who read it to say (`ReadResult.sound`).
         """
         if self._closed:
             return
         if found is not None:
             self._check(head, found)
-            if self._pool.layout.coded:
-                block = self._blocks[head.first_token // self._pool.block_tokens]
-                self._check_scales(head, self._pool.block_bytes(block, 0, head.last_layer))
         self._arrived(head)
 
     def give_back(self, num_blocks: int) -> None:

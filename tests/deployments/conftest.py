@@ -65,9 +65,10 @@ class LocalCluster:
 
     async def add_prefill(self, name: str, **changes: Any) -> PrefillService:
         settings = self.settings.model_copy(update=changes)
-        host = await EngineHost.build(self.args, settings)
+        args = self.args.of_prefill()
+        host = await EngineHost.build(args, settings)
         service = PrefillService(name, host, settings, SECRET)
-        self.prefill_directory.put(name, await service.start(self.args, "127.0.0.1"))
+        self.prefill_directory.put(name, await service.start(args, "127.0.0.1"))
         self.prefills[name] = service
         return service
 

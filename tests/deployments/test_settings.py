@@ -42,10 +42,17 @@ def test_prefill_takes_sizes_of_its_own():
     assert ModelArgs(name="m", source="tiny").of_prefill().num_ranks == 1
 
 
+@pytest.mark.parametrize(("prefill", "kv_reads"), [(True, True), (False, False)])
+def test_ranks_get_ready_for_agents_where_kv_is_read(prefill, kv_reads):
+    args = ModelArgs(name="m", source="tiny", tensor_parallel=2, transport="nixl", prefill=prefill)
+    assert args.engine_config(SchedulerConfig()).kv_reads is kv_reads
+    linked = args.model_copy(update={"transport": "link"})
+    assert linked.engine_config(SchedulerConfig()).kv_reads is False
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"transport": "nixl"}, "transport='nixl' reads from one pool"),
         ({"source": "fake"}, "source='fake' has no parts"),
         ({"backend": "native"}, "backend='native' computes on one rank"),
     ],

@@ -58,6 +58,8 @@ class Executor:
 class Start:
     """Two ranks that have loaded; `error` is what becomes of the memory they are to take."""
 
+    read_channels = ()
+
     def __init__(self, error=None, **changes):
         self.ready = [replace(ready(rank), **changes) for rank in range(2)]
         self.error, self.closed = error, False

@@ -47,7 +47,7 @@ _TIMEVAL = struct.Struct("@ll")
 _PROOF_LIMIT_S = 10.0
 """For a rank that connected: its machine may be busy with loading."""
 
-Purpose = Literal["steps", "memory"]
+Purpose = Literal["steps", "memory", "reads"]
 
 pack = cast("Callable[[Any], bytes]", msgpack.Packer().pack)  # pyright: ignore[reportUnknownMemberType]
 _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
@@ -86,6 +86,33 @@ class Kind(IntEnum):
     PIECE = 31
     WRITE = 32
     WRITTEN = 33
+
+    OPEN_AGENT = 40
+    """Reads, coordinator: make an agent that keeps READs of so many bytes in flight."""
+
+    AGENT_OPEN = 41
+    """Its card, or why there is none."""
+
+    ADD_PEER = 42
+    PEER_ADDED = 43
+    """Or not: stage and message of the error."""
+
+    LOSE_PEER = 44
+    READ_BLOCKS = 45
+    """Number, peer, blocks here, blocks there."""
+
+    READ_ENDED = 46
+    """Rank: number, checksums, error, seconds to post, seconds in all, soundness of scales."""
+
+    READ_QUIET = 47
+    """Rank: nothing writes into the blocks of this READ any more."""
+
+    CANCEL_READ = 48
+    SUM_BLOCKS = 49
+    """Coordinator: number, blocks, parts of them."""
+
+    BLOCK_SUMS = 50
+    READ_WINDOW = 51
 
 
 class ChannelError(EngineError):
@@ -267,7 +294,11 @@ class Listener:
         if len(answer) != 6 or answer[0] != Kind.HELLO or answer[1] != CHANNEL_VERSION:
             raise ChannelError("the rank's greeting is malformed or of another version")
         _, _, rank, purpose, theirs, proof = answer
-        if type(rank) is not int or purpose not in ("steps", "memory") or type(proof) is not bytes:
+        if (
+            type(rank) is not int
+            or purpose not in ("steps", "memory", "reads")
+            or type(proof) is not bytes
+        ):
             raise ChannelError("the rank's greeting is malformed")
         expected = _proof(self._key, "rank", rank, purpose, nonce, theirs)
         if not hmac.compare_digest(proof, expected):

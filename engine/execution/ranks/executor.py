@@ -263,10 +263,17 @@ class RankGroupStart:
         block_tokens: int,
         num_threads: int,
         devices: list[str] | None = None,
+        kv_reads: bool = False,
         limit_s: float = START_LIMIT_S,
     ) -> None:
-        """`model`: None for an empty one. `devices`: of each rank; None: CPUs. Returns when all
-        ranks have loaded. Raises ConfigError naming the rank that did not and why."""
+        """`model`: None for an empty one. `devices`: of each rank; None: CPUs. `kv_reads`: see
+        `read_channels`. Returns when all ranks have loaded. Raises ConfigError naming the rank that
+        did not and why."""
+        self.read_channels: list[Channel] = []
+        """To each rank, once it has its memory: what it is to read of other replicas' KV. Empty
+        where the group was started without `kv_reads`."""
+
+        self._kv_reads = kv_reads
         self._grid = grid
         self._limit_s = limit_s
         key = secrets.token_bytes(32)
@@ -299,6 +306,7 @@ class RankGroupStart:
                 num_threads=num_threads,
                 device="cpu" if devices is None else devices[rank],
                 start_limit_s=limit_s,
+                kv_reads=kv_reads,
             )
             for rank in range(grid.num_ranks)
         ]
@@ -322,23 +330,31 @@ class RankGroupStart:
         """
         self._limit_s = limit_s or self._limit_s
         remote: list[RemoteMemory | None] = [None] * self._grid.num_ranks
+        opened: dict[tuple[int, str], Channel] = {}
+        expected = {(rank, "memory") for rank, file in enumerate(shared) if file is None}
+        if self._kv_reads:
+            expected |= {(rank, "reads") for rank in self._channels}
         try:
             for rank, channel in self._channels.items():
                 channel.send([Kind.ALLOCATE, num_blocks, shared[rank]])
             deadline = time.monotonic() + self._limit_s
-            for _ in range(sum(file is None for file in shared)):
+            while expected:
                 rank, purpose, channel = self._accept(deadline)
-                if purpose != "memory" or not 0 <= rank < len(remote) or remote[rank] is not None:
+                if (rank, purpose) not in expected:
                     channel.close()
-                    raise ChannelError(f"rank {rank} connected twice")
-                layout = self.ready[rank].layout
-                remote[rank] = RemoteMemory(channel, layout, timeout_s=_MEMORY_LIMIT_S)
+                    raise ChannelError(f"rank {rank} connected twice, or for nothing it was told")
+                expected.discard((rank, purpose))
+                opened[rank, purpose] = channel
+                if purpose == "memory":
+                    layout = self.ready[rank].layout
+                    remote[rank] = RemoteMemory(channel, layout, timeout_s=_MEMORY_LIMIT_S)
             self._answers(Kind.ALLOCATED, deadline)
+            if self._kv_reads:
+                self.read_channels = [opened[rank, "reads"] for rank in sorted(self._channels)]
             return remote
         except BaseException:
-            for memory in remote:
-                if memory is not None:
-                    memory.close()
+            for channel in opened.values():
+                channel.close()
             self.close()
             raise
 

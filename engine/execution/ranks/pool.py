@@ -28,6 +28,9 @@ from engine.execution.wire_order import sound_scales, wire_views
 from engine.models.model import KVLayout, KVPart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.execution.ranks.channel import Channel
     from engine.execution.ranks.memory import RemoteMemory
     from engine.execution.ranks.wire import RankReady
     from engine.models.shard import Span
@@ -121,8 +124,17 @@ class ShardedPool:
         )
         """What is stored apart, each layer and head once."""
 
-    def connect(self, remote: Sequence[RemoteMemory | None]) -> None:
+        self.read_channels: tuple[Channel, ...] = ()
+        """To the ranks' agents, where KV is read of their pools and into them."""
+
+        self.on_lost: Callable[[str], None] | None = None
+        """Told why, when what reads into a rank's pool is lost; on any thread."""
+
+    def connect(
+        self, remote: Sequence[RemoteMemory | None], read_channels: Sequence[Channel] = ()
+    ) -> None:
         """Every rank has its pool; `remote` is how to reach those that are not shared."""
+        self.read_channels = tuple(read_channels)
         for held, memory in zip(self._held, remote, strict=True):
             held.remote = memory
             if held.pool is None and memory is None:
@@ -135,6 +147,8 @@ class ShardedPool:
         for held in self._held:
             if held.remote is not None:
                 held.remote.close()
+        for channel in self.read_channels:
+            channel.close()
 
     def block_bytes(self, block: int, first_layer: int, last_layer: int) -> memoryview:
         """A copy of one block in wire order, all heads (see `KVPool.block_bytes`)."""

@@ -37,12 +37,13 @@ def _strict(read: Callable[[list[Any]], T]) -> Callable[[list[Any]], T]:
     return checked
 
 
-def _pack_ints(values: tuple[int, ...]) -> bytes:
+def pack_ints(values: tuple[int, ...]) -> bytes:
     """Little-endian int32: a list of so many numbers costs msgpack ten times as much."""
     return array("i", values).tobytes()
 
 
-def _unpack_ints(data: bytes) -> tuple[int, ...]:
+def unpack_ints(data: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ints`. Raises ValueError."""
     values = array("i")
     values.frombytes(data)
     return tuple(values)
@@ -71,7 +72,7 @@ class PlanWriter:
                 (
                     entered.request_id,
                     entered.params.to_wire(),
-                    _pack_ints(entered.token_ids),
+                    pack_ints(entered.token_ids),
                     entered.num_prompt_tokens,
                 )
                 for entered in plan.entered
@@ -80,7 +81,7 @@ class PlanWriter:
                 (
                     chunk.request_id,
                     chunk.first_token,
-                    _pack_ints(chunk.token_ids),
+                    pack_ints(chunk.token_ids),
                     *self._blocks(chunk),
                     chunk.sample,
                 )
@@ -99,7 +100,7 @@ class PlanWriter:
                 known = ()
         if len(known) == len(blocks):
             return len(known), b""
-        return len(known), _pack_ints(blocks[len(known) :])
+        return len(known), pack_ints(blocks[len(known) :])
 
 
 class PlanReader:
@@ -123,7 +124,7 @@ def _plan_from_wire(arguments: list[Any]) -> StepPlan:
             Chunk(
                 request_id=_text(request_id),
                 first_token=_whole(first_token),
-                token_ids=_unpack_ints(token_ids),
+                token_ids=unpack_ints(token_ids),
                 blocks=_table(tables, request_id, known, rest),
                 sample=_flag(sample),
             )
@@ -133,7 +134,7 @@ def _plan_from_wire(arguments: list[Any]) -> StepPlan:
             Entered(
                 request_id=_text(request_id),
                 params=SamplingParams.from_wire(params),
-                token_ids=_unpack_ints(token_ids),
+                token_ids=unpack_ints(token_ids),
                 num_prompt_tokens=_whole(num_prompt_tokens),
             )
             for request_id, params, token_ids, num_prompt_tokens in entered
@@ -158,7 +159,7 @@ def _table(
         return old
     if not 0 <= known <= len(old):
         raise ValueError(f"{known} blocks of request {request_id} that were never sent")
-    table = tables[request_id] = old[:known] + _unpack_ints(rest)
+    table = tables[request_id] = old[:known] + unpack_ints(rest)
     return table
 
 
@@ -196,6 +197,8 @@ class RankOrder:
     """`cpu`, or a CUDA device as this process numbers them."""
 
     start_limit_s: float
+    kv_reads: bool = False
+    """It is to read KV of other replicas, or they its: it opens a read channel."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

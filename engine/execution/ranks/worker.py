@@ -34,7 +34,7 @@ from engine.execution.ranks.wire import (
     tokens_to_wire,
 )
 from engine.models.load import load_shard
-from engine.models.model import KVLayout
+from engine.models.model import KVLayout, KVPart
 from engine.models.shard import Grid, Shard
 from engine.request import SampledToken
 from engine.sampling.batched import BatchedSampler
@@ -201,8 +201,23 @@ def _serve(order: RankOrder, channel: Channel, key: bytes) -> NoReturn:
         threading.Thread(
             target=serve_memory, args=(memory, pool), name="memory", daemon=True
         ).start()
+    if order.kv_reads:
+        _open_reads(connect(order.address, key, order.rank, "reads"), pool, shard)
     channel.send([Kind.ALLOCATED])
     _loop(channel, RankWorker(model, shard, group, pool), order.grid)
+
+
+def _open_reads(channel: Channel, pool: KVPool, shard: Shard) -> None:
+    """Hear on a thread what to read; the agent is made when the coordinator asks for it."""
+    from engine.execution.ranks.reads import serve_reads
+
+    held = KVPart(shard.layers, shard.kv_heads)
+    threading.Thread(
+        target=serve_reads,
+        args=(channel, pool, held, shard.owned_kv_heads),
+        name="reads",
+        daemon=True,
+    ).start()
 
 
 def _serve_empty(order: RankOrder, channel: Channel) -> NoReturn:

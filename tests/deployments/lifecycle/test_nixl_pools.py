@@ -35,7 +35,7 @@ class Flight:
     """READs of a decode replica, kept in flight or broken as far as it can see."""
 
     def __init__(self, decode) -> None:
-        agent = decode._agent
+        (agent,) = decode._agents.members
         self.held = True
         self.broken = False
         self._look, self._post = agent._state, agent._post
@@ -119,9 +119,9 @@ async def test_before_the_agents_are_connected_the_link_carries_kv(local_cluster
 
 async def test_bytes_that_are_not_those_offered_are_noticed(local_cluster):
     cluster, prefill, decode, client = await pools(local_cluster)
-    agent = prefill.exports.offers._agent
+    (agent,) = prefill.exports.offers._agents.members
     sum_up = agent._checksums
-    agent._checksums = lambda blocks: tuple(found ^ 1 for found in sum_up(blocks))
+    agent._checksums = lambda *what: tuple(found ^ 1 for found in sum_up(*what))
     one = request(1, 100)
     assert await answers(client, one) == [alone("tiny", one)]
     assert decode.pulls.checksum_mismatches == 1
@@ -135,8 +135,8 @@ async def test_memory_without_checksums_counts_only_while_prefill_holds_it(
     local_cluster, held, side
 ):
     cluster, prefill, decode, client = await pools(local_cluster, pull_stall_s=1.0)
-    agent = prefill.exports.offers._agent if side == "prefill" else decode._agent
-    agent._checksums = lambda blocks: (None,) * len(blocks)
+    agents = prefill.exports.offers._agents if side == "prefill" else decode._agents
+    agents.members[0]._checksums = lambda blocks, piece: (None,) * len(blocks)
     if not held:
         engine = prefill.host.built.engine
         on_message = prefill.exports.on_message
@@ -213,7 +213,7 @@ async def test_after_a_read_that_failed_the_link_carries_kv_until_agents_connect
 
 async def test_nobody_waits_until_a_read_that_failed_has_settled(local_cluster):
     cluster, _, decode, client = await pools(local_cluster)
-    table = decode._agent._table
+    table = decode._agents.members[0]._table
     table._settle_s = 1e9
     flight = Flight(decode)
     flight.broken = True

@@ -17,7 +17,7 @@ from pools import until
 
 from cluster.bench.transfer_worker import FINGERPRINT, MAX_UNACKED_BYTES, Shape, SourceProcess
 from deployments.lifecycle.pull import PullClient
-from deployments.lifecycle.reads import BlockReads, start_agent
+from deployments.lifecycle.reads import BlockReads, start_agents
 from deployments.link.client import Dialer
 from deployments.link.link import LinkHandlers
 from engine.cache.hashing import hash_chain, root_hash
@@ -44,8 +44,9 @@ class Receiver:
         self.pulls.dialer = Dialer(secret, "decode", "d0", handlers, expect_role="prefill")
 
     async def start(self) -> None:
-        self.agent = await start_agent(self.pool, window_bytes=MAX_UNACKED_BYTES)
-        self.reads = BlockReads(self.agent, self.pool.layout, self.pool.block_tokens)
+        self.agents = await start_agents(self.pool, window_bytes=MAX_UNACKED_BYTES)
+        (self.agent,) = self.agents.members
+        self.reads = BlockReads(self.agents, self.pool.layout, self.pool.block_tokens)
         self.pulls.reads = self.reads
         self._post = self.agent._post
 
@@ -75,7 +76,7 @@ class Receiver:
 
     async def close(self) -> None:
         await self.pulls.dialer.close()
-        await asyncio.to_thread(self.agent.close)
+        await asyncio.to_thread(self.agents.close)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Decode's half of READs over an agent that does what a test says: keys, runs, what is lent."""
+"""Decode's half of READs over agents that do what a test says: keys, runs, what is lent."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -12,14 +11,15 @@ from deployments.lifecycle.reads import BlockReads
 from engine.errors import TransferError
 from engine.execution.pool import KVPool
 from engine.models.model import KVLayout
-from engine.transfer.nixl import AgentCard, Read, ReadResult
+from engine.transfer.nixl import AgentCard, ReadResult
+from engine.transfer.nixl_group import GroupRead, ReplicaCard
 from engine.transfer.nixl_intake import ReadIntake
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", fingerprint="f")
 PAGE = 4
 BLOCK_BYTES = PAGE * LAYOUT.bytes_per_token
-CARD = AgentCard(
-    epoch="agent",
+AGENT_CARD = AgentCard(
+    epoch="agent of its pool",
     metadata=b"",
     address=0,
     block_bytes=BLOCK_BYTES,
@@ -27,22 +27,25 @@ CARD = AgentCard(
     block_tokens=PAGE,
     device="cpu",
     fingerprint="f",
+    layers=(0, 3),
+    heads=(0, 2),
+    owned_heads=(0, 2),
 )
+CARD = ReplicaCard("agent", (AGENT_CARD,))
 
 
 class FakeLink:
     peer_id = "p0"
 
 
-class FakeAgent:
-    """Connects at once, and keeps READs in flight until `land`."""
+class FakeAgents:
+    """A group that connects at once, and keeps READs in flight until `land`."""
 
     def __init__(self) -> None:
         self.refusal: TransferError | None = None
         self.keys: list[object] = []
         self.lost: list[object] = []
-        self.flying: list[Read] = []
-        self._ids = itertools.count(1)
+        self.flying: list[GroupRead] = []
 
     def add_peer(self, peer, card, done) -> None:
         self.keys.append(peer)
@@ -51,10 +54,10 @@ class FakeAgent:
     def lose_peer(self, peer) -> None:
         self.lost.append(peer)
 
-    def read(self, peer, local: Sequence[int], remote: Sequence[int], *, ended, quiet) -> Read:
+    def read(self, peer, local: Sequence[int], remote: Sequence[int], *, ended, quiet) -> GroupRead:
         assert peer in self.keys
         assert peer not in self.lost
-        read = Read(next(self._ids), peer, tuple(local), tuple(remote), ended, quiet)
+        read = GroupRead(tuple(local), tuple(remote), ended, quiet)
         self.flying.append(read)
         return read
 
@@ -91,8 +94,8 @@ class Pull:
 
 
 @pytest.fixture
-def agent() -> FakeAgent:
-    return FakeAgent()
+def agent() -> FakeAgents:
+    return FakeAgents()
 
 
 @pytest.fixture

@@ -242,7 +242,9 @@ def test_a_peer_that_was_restarted_is_another_one(tcp, source, reader):
 
 def test_blocks_of_another_model_are_refused(tcp, source, reader):
     there, here = source(), reader()
-    other = AgentCard.from_wire([*there.card.to_wire()[:8], "another model"])
+    other = AgentCard.from_wire(
+        [*there.card.to_wire()[:8], "another model", *there.card.to_wire()[9:]]
+    )
     error = here.connect(other)
     assert error is not None
     assert error.stage == "offer"

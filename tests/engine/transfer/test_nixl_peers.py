@@ -21,6 +21,9 @@ CARD = AgentCard(
     block_tokens=4,
     device="cpu",
     fingerprint="f",
+    layers=(0, 3),
+    heads=(0, 2),
+    owned_heads=(0, 2),
 )
 
 
@@ -31,6 +34,7 @@ class FakeLibrary:
         self.state = "DONE"
         self.connected: list[str] = []
         self.prepared = 0
+        """Lists of peers' descriptors that were not released."""
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         self.connected.append(metadata.decode())
@@ -43,6 +47,8 @@ class FakeLibrary:
         assert name in self.connected
 
     def prep_xfer_dlist(self, name, rows, kind):
+        if name == "NIXL_INIT_AGENT":  # of its own pool: kept for the next peer
+            return SimpleNamespace()
         self.prepared += 1
         return SimpleNamespace(release=self._released)
 
