@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from pools import Passes, alone, answers, opened, request, settled, until
 
+from deployments.engine_host import EngineHost
+from deployments.pool_replica import PoolReplica
 from deployments.settings import PoolSettings
 from engine.errors import ConfigError
 
@@ -120,6 +123,46 @@ async def test_prefill_takes_smaller_steps_under_a_running_transfer(local_cluste
     assert passes.count == 1 + 5
     assert prefill.exports.max_unacked_bytes == 1
     assert decode.streams.counters.decisions == {("disaggregated", ""): 2}
+    await settled(cluster)
+
+
+async def test_an_overlap_that_ranks_cannot_do_is_refused_and_the_old_settings_stay_in_force(
+    local_cluster, monkeypatch
+):
+    # A replica whose ranks are lost ends its process, which here is the test's.
+    monkeypatch.setattr(EngineHost, "watching", lambda self, on_failure: [])
+    cluster = local_cluster("tiny", prefill=False, max_running_requests=2)
+    cluster.args = cluster.args.model_copy(update={"tensor_parallel": 2})
+    decode = await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    client.window_tokens = 16
+    served = SimpleNamespace(service=decode)  # all of a replica that its `reconfigure` reads
+    before = (decode._settings, decode.host.engine._scheduler.config, decode.streams.config)
+    running = await begun(client, decode, 1)
+    with pytest.raises(ConfigError, match=r"overlap=True: ranks of one stage .* one rank"):
+        await PoolReplica.reconfigure(
+            served,
+            {
+                **cluster.settings.model_dump(),
+                "overlap": True,
+                "max_running_requests": 1,
+                "step_limit_s": 7.0,
+                "rank_silence_s": 77.0,
+                "metrics": False,
+            },
+        )
+    engine = decode.host.engine
+    assert (decode._settings, engine._scheduler.config, decode.streams.config) == before
+    assert not engine.overlaps
+    assert decode.streams.slots == 2
+    assert decode.host.step_limit_s == cluster.settings.step_limit_s
+    assert decode.host.built.ranks.silence_s == cluster.settings.rank_silence_s
+    assert decode.metrics.recording
+    # The second slot is still handed out, and the stream that ran goes on.
+    assert await answers(client, request(2, 4)) == [alone("tiny", request(2, 4))]
+    assert await finished(running) == alone("tiny", request(1, 4, 400, ignore_eos=True)).tokens
+    await PoolReplica.reconfigure(served, {**cluster.settings.model_dump(), "step_limit_s": 7.0})
+    assert decode.host.step_limit_s == 7.0
     await settled(cluster)
 
 
