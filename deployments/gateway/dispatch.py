@@ -339,7 +339,8 @@ class ClusterStream:
                 self._failure = Overloaded(
                     f"{len(self._lost)} replicas were lost while they worked on this "
                     f"request, the last one {leg.replica} ({reason}): it may be the cause; change "
-                    "it or look at the replicas' logs before sending it again"
+                    "it or look at the replicas' logs before sending it again",
+                    code="replicas_lost",
                 )
         self._wake()
 

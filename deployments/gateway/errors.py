@@ -10,6 +10,7 @@ Statuses follow what OpenAI's clients do with them: they retry 408, 409, 429 and
 | Overloaded, our queue              | 429     | after `retry-after`                            |
 | LimitExceeded                      | 429     | after `retry-after`; none if it never fits     |
 | Overloaded, nobody to serve it     | 503     | after `retry-after`                            |
+| Overloaded, `replicas_lost`        | 503     | none: it may be what ends the replicas         |
 | TransferError                      | 503     | after `retry-after`                            |
 | TimedOut before the first token    | 504     | yes: another moment may be quicker             |
 | TimedOut while tokens were coming  | 504     | none (`x-should-retry: false`): as long again  |
@@ -41,6 +42,11 @@ _OVERLOADED = {
 }
 """Status by code of `Overloaded`: 429 for "you, or all of you, ask too much", 504 where the
 client's own deadline passed in another process a moment before it did here. The others are 503."""
+
+_HOPELESS = frozenset({"replicas_lost"})
+"""Codes of `Overloaded` where the same request is not to come again, however long it waits."""
+
+_NEVER: Headers = ((b"x-should-retry", b"false"),)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -101,15 +107,17 @@ def describe(error: BaseException, request_id: str) -> Failure:
         return refusal(error.status, str(error), error.code, param=error.param)
     if isinstance(error, LimitExceeded):
         again = retry_after(error.retry_after_s)
-        headers = ((b"x-should-retry", b"false"),) if error.hopeless else again
+        headers = _NEVER if error.hopeless else again
         return refusal(429, str(error), error.code, headers=(*headers, *error.headers))
     if isinstance(error, Overloaded):
         status = _OVERLOADED.get(error.code, 503)
-        return refusal(status, str(error), error.code, headers=retry_after(error.retry_after_s))
+        again = retry_after(error.retry_after_s)
+        headers = _NEVER if error.code in _HOPELESS else again
+        return refusal(status, str(error), error.code, headers=headers)
     if isinstance(error, TransferError):
         return refusal(503, str(error), "kv_transfer_failed", headers=retry_after(1.0))
     if isinstance(error, TimedOut):
-        headers: Headers = ((b"x-should-retry", b"false"),) if error.answering else ()
+        headers = _NEVER if error.answering else ()
         return refusal(504, str(error), "request_timeout", headers=headers)
     logger.error("request %s failed", request_id, exc_info=error)
     if isinstance(error, EngineError) and not isinstance(error, ConfigError):

@@ -529,3 +529,17 @@ async def test_the_phases_so_far_are_told_as_server_timing(
     assert all(duration.partition(".")[2].isdigit() for _, duration in entries)
     assert times["queue"] >= 500
     assert sum(times.values()) < 1000 * (time.monotonic() - began) + 1
+
+
+async def test_the_openai_client_does_not_send_again_what_ends_replicas(gateway: Any) -> None:
+    error = Overloaded("5 replicas were lost while they worked on it", code="replicas_lost")
+    gateway.backend.script = lambda request, n: [error]
+    reply = await gateway.post("/v1/chat/completions", BODY)
+    assert (reply.status, reply.error["code"]) == (503, "replicas_lost")
+    assert reply.headers["x-should-retry"] == "false"
+    assert not {"retry-after", "retry-after-ms"} & reply.headers.keys()
+    gateway.backend.opened.clear()
+    async with gateway.client(max_retries=2) as client:
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(**BODY)
+    assert len(gateway.backend.opened) == 1

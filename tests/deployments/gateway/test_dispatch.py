@@ -13,6 +13,7 @@ from deployments.admission.queue import QueueLimits
 from deployments.admission.tiers import TierRule, TierTable
 from deployments.gateway.backend import Place
 from deployments.gateway.dispatch import MAX_LOST_REPLICAS
+from deployments.gateway.errors import describe
 from deployments.link.link import Link
 from deployments.link.messages import Kind
 from engine.errors import Overloaded
@@ -147,8 +148,12 @@ async def test_a_request_that_kills_every_replica_it_meets_is_not_sent_to_all_of
 
     for k in range(MAX_LOST_REPLICAS + 1):
         await meet(k)
-    with pytest.raises(Overloaded, match=r"5 replicas were lost.*d4.*may be the cause"):
+    with pytest.raises(Overloaded, match=r"5 replicas were lost.*d4.*may be the cause") as raised:
         await rest(batches)
+    # A client that tried again by itself would end five more.
+    failure = describe(raised.value, "r9")
+    assert (failure.status, failure.code) == (503, "replicas_lost")
+    assert failure.headers == ((b"x-should-retry", b"false"),)
     await stream.aclose()
     assert cluster.decodes["d5"].streams.counters.submits == 0
     assert client.num_streams == 0
