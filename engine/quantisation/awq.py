@@ -88,21 +88,23 @@ def quantise_nearest(
     bits: int,
     group: int,
     symmetric: bool = False,
+    stored: torch.dtype = torch.float16,
 ) -> PackedMatrix:
     """The nearest codes of a weight `[out, in]`, group by group.
 
     hessian: the second moment of the inputs; each group's range is then cut where that costs least
-    at the output (AWQ's clipping). None: the whole range (rounding to nearest).
+    at the output (AWQ's clipping). None: the whole range (rounding to nearest). stored: what
+    scales will be kept in.
     """
     out, size = weight.shape
     num_groups = size // group
     grouped = weight.float().view(out, num_groups, group)
     if hessian is None:
-        grid = fit(grouped, bits, symmetric=symmetric)
+        grid = fit(grouped, bits, symmetric=symmetric, stored=stored)
     else:
         blocks = hessian.view(num_groups, group, num_groups, group)
         near = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, n, n]
-        grid = fit(grouped, bits, symmetric=symmetric, shrinks=CLIPS, curvature=near)
+        grid = fit(grouped, bits, symmetric=symmetric, shrinks=CLIPS, curvature=near, stored=stored)
     return PackedMatrix(
         bits=bits,
         codes=grid.codes(grouped).view(out, size).to(torch.uint8),

@@ -114,7 +114,8 @@ class LayerQuantiser:
     """Quantises layers in order. Owns the streams.
 
     architecture: of the model. streams: what the first layer reads, `[tokens, hidden]` float32 of
-    each sequence. stored: the dtype in which what is not quantised will be kept.
+    each sequence. stored: the dtype in which what is not quantised will be
+    kept, and without calibration the scales too (GPTQ and AWQ store them in float16).
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class LayerQuantiser:
             "symmetric": recipe.symmetric or (recipe.bits == 8 and recipe.method == "rtn"),
         }
         if not recipe.calibrated:
-            return quantise_nearest(weight, None, **options), None
+            return quantise_nearest(weight, None, stored=self._stored, **options), None
         plain = moments.hessian
         if not recipe.gptq_choice:
             matrix = quantise_nearest(weight, plain, **options)

@@ -15,15 +15,15 @@ SHRINKS: Final = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 coarser steps that they force upon the others."""
 
 _SMALLEST: Final = 2.0**-24
-"""Of float16, in which scales are stored."""
+"""Of float16. Smaller scales are of no weight that matters, whatever they are stored in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
     """`w = scale * (code - zero)` with codes of `bits` bits, for any number of groups.
 
-    Scales are numbers that float16 holds. Zeros are whole numbers from 1 on: GPTQ's file format
-    stores one less, and has no sign for it.
+    Scales are numbers that the type holds in which they are stored. Zeros are whole numbers from 1
+    on: GPTQ's file format stores one less, and has no sign for it.
     """
 
     bits: int
@@ -60,12 +60,13 @@ def fit(
     symmetric: bool,
     shrinks: Sequence[float] = WHOLE_RANGE,
     curvature: Tensor | None = None,
+    stored: torch.dtype = torch.float16,
 ) -> Grid:
     """The grid of each group of weights `[..., n]` that leaves the least error.
 
     curvature: `[n, n]`, or `[groups, n, n]` for weights `[..., groups, n]`: the error `e` of a
     group costs `e @ curvature @ e`, with the second moment of the inputs what it does to the
-    output. None: its square.
+    output. None: its square. stored: what scales will be kept in.
     """
     steps = (1 << bits) - 1
     low, high = grouped.amin(-1).clamp_(max=0.0), grouped.amax(-1).clamp_(min=0.0)
@@ -75,10 +76,10 @@ def fit(
         if symmetric:
             reach = torch.maximum(-low, high) * shrink
             # 4 bits: -8 to 7 around a middle of 8; 8 bits have no use for -128.
-            scales = _stored(reach / (7.5 if bits == 4 else 127.0))
+            scales = _stored(reach / (7.5 if bits == 4 else 127.0), stored)
             zeros = torch.full_like(scales, float(1 << (bits - 1)))
         else:
-            scales = _stored((high - low) * (shrink / steps))
+            scales = _stored((high - low) * (shrink / steps), stored)
             zeros = (-low * shrink / scales).round_().clamp_(1.0, float(steps))
         grid = Grid(bits, scales, zeros)
         if len(shrinks) == 1:
@@ -107,6 +108,9 @@ def cost(error: Tensor, curvature: Tensor | None) -> Tensor:
     return torch.einsum("...gn,gnm->...gm", error, curvature).mul_(error).sum(-1)
 
 
-def _stored(scales: Tensor) -> Tensor:
-    """Scales as float16 has them, never zero."""
-    return scales.clamp(_SMALLEST, 65504.0).half().float()
+def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as `dtype` has them, never zero."""
+    if dtype != torch.bfloat16:
+        # float32 too: times a zero, a number of 11 bits is still exact in it (`PackedMatrix`).
+        return scales.clamp(_SMALLEST, torch.finfo(torch.float16).max).half().float()
+    return scales.clamp(min=_SMALLEST).to(dtype).float()

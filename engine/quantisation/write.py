@@ -46,7 +46,7 @@ def file_format(recipe: Recipe) -> Method:
 
 
 def stored_dtype(method: Method, own: torch.dtype) -> torch.dtype:
-    """What is not quantised is stored in this; own: the model's.
+    """Scales and what is not quantised are stored in this; own: the model's.
 
     AutoGPTQ and AutoAWQ load a model in float16 before anything else, so that scales and the rest
     are float16, `config.json` says so, and their kernels compute in it (`WQLinear_GEMM`).
@@ -69,9 +69,9 @@ def quantise_checkpoint(
 
     checkpoint: with tensors in float32. windows: token ids of the calibration text, each sequence
     by itself. config: the model's own `config.json`, to which the quantisation is added. stored:
-    the model's dtype, in which the rest is stored where the format has none of its own. quantiser:
-    name and version, for the record. progress: called behind each layer with its number from 1,
-    their number, and how its matrices came out.
+    the model's dtype, in which scales and what is not quantised are stored where the format has
+    none of its own. quantiser: name and version, for the record. progress: called behind each layer
+    with its number from 1, their number, and how its matrices came out.
 
     Raises ConfigError where the recipe, or the format's dtype, does not suit the model.
     """
@@ -99,7 +99,7 @@ def quantise_checkpoint(
                 name = stored_tensor_name(f"{at}.{part}")
                 file.add(name, _narrowed(name, tensor, stored))
             for part, matrix in matrices.items():
-                for end, tensor in pack(matrix, method).items():
+                for end, tensor in pack(matrix, method, stored).items():
                     file.add(f"{stored_name(f'{at}.{part}')}.{end}", tensor)
             measured += came_out
             progress(i + 1, architecture.num_layers, came_out)

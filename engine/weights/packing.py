@@ -1,7 +1,7 @@
 """Chosen codes as GPTQ, AWQ and compressed-tensors store them: the way back of `packed`.
 
 Layouts are described there. Nothing is lost: what is read again has the same codes, zeros, scales
-(numbers that float16 holds) and groups.
+(numbers that the stored type holds) and groups.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from torch import Tensor
 from engine.weights.packed import AWQ_ORDER, Method, PackedMatrix
 
 
-def pack(matrix: PackedMatrix, method: Method) -> dict[str, Tensor]:
+def pack(
+    matrix: PackedMatrix, method: Method, stored: torch.dtype = torch.float16
+) -> dict[str, Tensor]:
     """A matrix as the tensors that a checkpoint has for it, by the end of their names.
 
-    AWQ takes 4 bits and groups of neighbours, pack-quantized groups of neighbours. GPTQ's zeros are
-    stored one less, so that they are 1 or more.
+    stored: what scales are written in; of GPTQ and AWQ it is float16. AWQ takes 4 bits and groups
+    of neighbours, pack-quantized groups of neighbours. GPTQ's zeros are stored one less, so that
+    they are 1 or more.
     """
-    halves = matrix.scales.half()
-    assert torch.equal(halves.float(), matrix.scales), "scales that float16 does not hold"
+    scales = matrix.scales.to(stored)
+    assert torch.equal(scales.float(), matrix.scales), f"scales that {stored} does not hold"
     ordered = not torch.equal(matrix.group_of, torch.sort(matrix.group_of).values)
     if method == "gptq":
         assert int(matrix.zeros.min()) >= 1, "GPTQ's format has no zero of 0"
         return {
             "qweight": pack_words(matrix.codes.T, matrix.bits, dim=0),
             "qzeros": pack_words(matrix.zeros.T - 1, matrix.bits, dim=1),
-            "scales": halves.T.contiguous(),
+            "scales": scales.T.contiguous(),
             "g_idx": matrix.group_of.int(),
         }
     assert method in ("awq", "pack-quantized"), f"{method} is not written"
@@ -38,12 +41,12 @@ def pack(matrix: PackedMatrix, method: Method) -> dict[str, Tensor]:
         return {
             "qweight": _pack_awq(matrix.codes),
             "qzeros": _pack_awq(matrix.zeros),
-            "scales": halves.T.contiguous(),
+            "scales": scales.T.contiguous(),
         }
     middle = bool((matrix.zeros == 1 << (matrix.bits - 1)).all())
     parts = {
         "weight_packed": pack_words(matrix.codes, matrix.bits, dim=1),
-        "weight_scale": halves.contiguous(),
+        "weight_scale": scales.contiguous(),
         "weight_shape": torch.tensor(matrix.codes.shape),
     }
     if not middle:

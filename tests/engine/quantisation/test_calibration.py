@@ -197,6 +197,40 @@ def test_what_is_loaded_again_is_what_was_chosen(tmp_path, monkeypatch, name):
     assert section["quant_method"] == expected[recipe.method]
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_scales_are_of_the_models_own_type_and_come_back_as_they_were(
+    tmp_path, stored, bits
+):
+    """Codes are chosen for the scales that are stored, so that nothing is rounded after them."""
+    from safetensors.torch import load_file
+
+    checkpoint, windows = model()
+    quantise_checkpoint(
+        checkpoint,
+        windows,
+        Recipe(method="rtn", bits=bits, group=32),
+        tmp_path,
+        config=model_config(ARCHITECTURE, stored),
+        stored=stored,
+        quantiser="test:1",
+        progress=lambda done, of, measured: None,
+    )
+    state = load_file(tmp_path / "model.safetensors")
+    floats = {name: t.dtype for name, t in state.items() if t.is_floating_point()}
+    assert set(floats.values()) == {stored}
+    assert sum(name.endswith("weight_scale") for name in floats) == 14
+    (tmp_path / "tokenizer.json").write_text("{}")
+    again = load_checkpoint(str(tmp_path), torch.float32)
+    for at in (f"layers.{layer}.{part}" for layer in range(2) for part in PARTS):
+        coded = again.coded[at]
+        scales = coded.scales[..., None]
+        zeros = coded.zero if coded.minimums is None else -coded.minimums[..., None] / scales
+        grouped = checkpoint.tensors[at].view(coded.codes.shape[0], -1, 32)
+        nearest = (grouped / scales + zeros).round().clamp(0, 2**bits - 1)
+        assert torch.equal(nearest.view(coded.codes.shape), coded.codes.float()), at
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
 def test_one_float_type_is_in_the_file_and_in_its_config(tmp_path, method, key):
@@ -225,7 +259,7 @@ def test_one_float_type_is_in_the_file_and_in_its_config(tmp_path, method, key):
     kept_in = torch.bfloat16 if method == "rtn" else torch.float16
     assert rest == {kept_in}
     assert said[key] == str(kept_in).removeprefix("torch.")
-    assert scales == {torch.float16}
+    assert scales == {kept_in}
 
 
 def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
