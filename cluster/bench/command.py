@@ -464,17 +464,25 @@ def metrics(pairs: int, rounds: int, as_json: bool) -> None:
 @bench.command("tiers")
 @click.option("--real", is_flag=True, help="The packaged model instead of a synthetic engine.")
 @click.option("--quick", is_flag=True, help="A few requests: does it work at all?")
+@click.option(
+    "--trace",
+    metavar="FILE|none",
+    help="Lengths and arrivals, scaled to the engine: any trace with times that `tailrace replay` "
+    "reads. none: fixed lengths and Poisson arrivals. Default: the sample of chat in tests/traces.",
+)
 @json_option
-def tiers(real: bool, quick: bool, as_json: bool) -> None:
+def tiers(real: bool, quick: bool, trace: str | None, as_json: bool) -> None:
     """Interactive requests alone, with batch filling the cluster, and that without tiers.
 
     Starts a cluster of its own. Targets and loads are told before anything is measured.
     """
+    from cluster.bench.tier_traffic import chosen_trace
     from cluster.bench.tiers import bench_tiers, table
 
+    offered = chosen_trace(trace)
     # So that the cluster is taken down again.
     interrupt_on_signals()
-    result = bench_tiers(real=real, quick=quick, say=say)
+    result = bench_tiers(real=real, quick=quick, trace=offered, say=say)
     if as_json:
         emit(result)
     else:

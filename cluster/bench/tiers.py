@@ -1,35 +1,38 @@
 """`tailrace bench tiers`: what interactive users feel of batch work that fills the cluster.
 
-Three loads on one cluster, one after the other: interactive requests alone; the same with as many
-batch callers as fill every slot and then some; the same again with everybody in one tier. The
-interactive arrivals are the same Poisson process each time.
+Four loads on one cluster, one after the other: batch alone; interactive requests alone; both, with
+as many batch callers as fill every slot and then some; the same again with everybody in one tier.
+Interactive requests are the same each time: a trace's lengths and gaps, scaled to the engine.
 
-What interactive leaves to batch is what batch gets where nobody goes first, beside the very same
-requests. It is not what batch does alone less the interactive tokens: those ride in steps that are
-taken anyway, and have shorter prompts, so they cost a real engine less than as many of batch.
+What interactive leaves to batch is what batch does alone, less the interactive tokens that were
+served. What batch gets where nobody goes first, beside the very same requests, is told too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from cluster.bench.client import StreamResult
-from cluster.bench.loads import Ask, Target, at_times, poisson_times
+from cluster.bench.loads import Ask, Target, at_times
 from cluster.bench.stack import SYNTHETIC, Stack, own_stack_of, synthetic_stack
 from cluster.bench.summary import percentile, significant
+from cluster.bench.tier_traffic import Kind, Size, Traffic, traffic
 from cluster.bench.worker import Server
 from cluster.errors import ClusterError
+from cluster.replay.trace import Trace
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 
 INTERACTIVE, BATCH, ONE_TIER = "priority", "batch", "default"
+
+LABEL_TOKENS = 8
+"""About what the words take that tell a prompt from all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +47,21 @@ class Plan:
 
     interactive_rate: float
     interactive_samples: int
-    interactive_prompt: int
-    """Words of its prompt."""
-
-    interactive_tokens: int
+    interactive: Kind
     batch_callers: int
-    batch_prompt: int
-    batch_tokens: int
+    batch: Kind
     alone_s: float
     """How long batch runs alone."""
 
-    @property
-    def over_s(self) -> float:
-        return self.interactive_samples / self.interactive_rate
+    def traffic(self, trace: Trace | None) -> Traffic:
+        """All requests of it. Raises TraceError for a trace without arrivals."""
+        return traffic(
+            trace,
+            rate=self.interactive_rate,
+            samples=self.interactive_samples,
+            interactive=self.interactive,
+            batch=self.batch,
+        )
 
     def gateway(self) -> dict[str, Any]:
         """`user_config` that promises this to the interactive tier."""
@@ -80,11 +85,9 @@ def synthetic_plan(*, quick: bool) -> Plan:
         itl_s=0.03,
         interactive_rate=25.0,
         interactive_samples=50 if quick else 1000,
-        interactive_prompt=10,
-        interactive_tokens=10,
+        interactive=Kind(fixed=Size(18, 10), factor=0.04),
         batch_callers=16,
-        batch_prompt=10,
-        batch_tokens=60,
+        batch=Kind(fixed=Size(18, 60), factor=0.25),
         alone_s=2.0 if quick else 10.0,
     )
 
@@ -96,14 +99,12 @@ def laptop_plan(model: str, *, quick: bool) -> Plan:
         slots=8,
         ttft_s=1.0,
         itl_s=0.15,
-        interactive_rate=5.0 if quick else 12.0,
+        interactive_rate=5.0 if quick else 10.0,
         interactive_samples=20 if quick else 1000,
-        interactive_prompt=12,
-        interactive_tokens=4,
+        interactive=Kind(fixed=Size(20, 4), factor=0.02),
         batch_callers=12,
-        batch_prompt=60,
-        batch_tokens=48,
-        alone_s=5.0 if quick else 20.0,
+        batch=Kind(fixed=Size(68, 48), factor=0.16),
+        alone_s=5.0 if quick else 30.0,
     )
 
 
@@ -117,57 +118,68 @@ class Part:
 
     over_s: float
 
+    @property
+    def batch_rate(self) -> float:
+        """Tokens a second."""
+        return self.batch_tokens / self.over_s
+
+    @property
+    def interactive_rate(self) -> float:
+        """Tokens a second that were served: all answers end within the time."""
+        return sum(map(tokens_of, self.interactive)) / self.over_s
+
 
 def tokens_of(result: StreamResult) -> int:
     """What came of an answer, whole or not."""
     return result.completion_tokens or len(result.arrivals_s)
 
 
-def bench_tiers(*, real: bool, quick: bool, say: Say) -> dict[str, Any]:
+def bench_tiers(*, real: bool, quick: bool, trace: Trace | None, say: Say) -> dict[str, Any]:
     """On the synthetic engine, or on the packaged configuration's model (`real`).
 
-    Raises ClusterError, DeployFailed where no cluster can be started or asked.
+    Raises ClusterError, DeployFailed where no cluster can be started or asked, TraceError for a
+    trace without arrivals.
     """
+    plan = laptop_plan("", quick=quick) if real else synthetic_plan(quick=quick)
+    offered = plan.traffic(trace)
     if not real:
-        plan = synthetic_plan(quick=quick)
         with synthetic_stack(say, gateway=plan.gateway(), slots=plan.slots) as stack:
-            return measure(stack, plan, say)
-    plan = laptop_plan("", quick=quick)
+            return measure(stack, plan, offered, say)
     pool = {"max_running_requests": plan.slots}
     with own_stack_of(say, gateway=plan.gateway(), pool=pool) as stack:
         models = [each.name for each in stack.models()]
-        return measure(stack, laptop_plan(models[0], quick=quick), say)
+        return measure(stack, replace(plan, model=models[0]), offered, say)
 
 
-def measure(stack: Stack, plan: Plan, say: Say) -> dict[str, Any]:
+def measure(stack: Stack, plan: Plan, offered: Traffic, say: Say) -> dict[str, Any]:
     """All loads on one running cluster."""
-    say(f"plan: {asdict(plan)}")
-    times_s = poisson_times(plan.interactive_rate, 2 * plan.over_s + 10, random.Random(1))[
-        : plan.interactive_samples
-    ]
-    _run(_load(stack.url, plan, times_s[: plan.slots], INTERACTIVE, BATCH, 2.0))  # warm
+    planned = {**asdict(plan), "traffic": offered.told()}
+    say(f"plan: {planned}")
+    count, over_s = plan.interactive_samples, offered.times_s[-1]
+    loads = _Loads(stack.url, plan, offered)
+    loads.run(plan.slots, INTERACTIVE, BATCH, 2.0)  # warm
     say(f"batch alone for {plan.alone_s:g} s")
-    batch = _run(_load(stack.url, plan, [], INTERACTIVE, BATCH, plan.alone_s))
-    say(f"interactive alone: {len(times_s)} requests in {times_s[-1]:.0f} s")
-    alone = _run(_load(stack.url, plan, times_s, INTERACTIVE, None, times_s[-1]))
+    batch = loads.run(0, INTERACTIVE, BATCH, plan.alone_s)
+    say(f"interactive alone: {count} requests in {over_s:.0f} s")
+    alone = loads.run(count, INTERACTIVE, None, over_s)
     say(f"the same, with {plan.batch_callers} batch callers for {plan.slots} slots")
-    tiered = _run(_load(stack.url, plan, times_s, INTERACTIVE, BATCH, times_s[-1]))
+    tiered = loads.run(count, INTERACTIVE, BATCH, over_s)
     say("the same, all in one tier")
-    untiered = _run(_load(stack.url, plan, times_s, ONE_TIER, ONE_TIER, times_s[-1]))
+    untiered = loads.run(count, ONE_TIER, ONE_TIER, over_s)
     return {
-        "plan": asdict(plan),
-        **headline(plan, alone, tiered, untiered),
+        "plan": planned,
+        **headline(plan, batch, alone, tiered, untiered),
         "interactive_alone": figures(plan, alone),
         "tiered": figures(plan, tiered),
         "untiered": figures(plan, untiered),
-        "batch_alone_tokens_rate": significant(batch.batch_tokens / batch.over_s),
+        "batch_alone_tokens_rate": significant(batch.batch_rate),
     }
 
 
-def headline(plan: Plan, alone: Part, tiered: Part, untiered: Part) -> dict[str, Any]:
-    """The keys that are asked for."""
-    left = untiered.batch_tokens / untiered.over_s
-    got = tiered.batch_tokens / tiered.over_s
+def headline(plan: Plan, batch: Part, alone: Part, tiered: Part, untiered: Part) -> dict[str, Any]:
+    """The keys that are asked for. `batch`: it alone."""
+    left = batch.batch_rate - tiered.interactive_rate
+    got, equal = tiered.batch_rate, untiered.batch_rate
     with_batch, without = figures(plan, tiered), figures(plan, alone)
     p99, p99_alone = with_batch["ttft_p99_s"], without["ttft_p99_s"]
     return {
@@ -175,6 +187,7 @@ def headline(plan: Plan, alone: Part, tiered: Part, untiered: Part) -> dict[str,
         "interactive_attainment": with_batch["attainment"],
         "interactive_attainment_untiered": figures(plan, untiered)["attainment"],
         "batch_capacity_share": significant(got / left) if left > 0 else None,
+        "batch_share_of_untiered": significant(got / equal) if equal > 0 else None,
         "interactive_ttft_p99_ratio": (
             significant(p99 / p99_alone) if p99 is not None and p99_alone else None
         ),
@@ -201,7 +214,8 @@ def figures(plan: Plan, part: Part) -> dict[str, Any]:
         "ttft_p50_s": significant(statistics.median(ttfts)) if ttfts else None,
         "ttft_p99_s": significant(percentile(ttfts, 99)) if ttfts else None,
         "itl_p99_s": significant(percentile(gaps, 99)) if gaps else None,
-        "batch_tokens_rate": significant(part.batch_tokens / part.over_s),
+        "tokens_rate": significant(part.interactive_rate),
+        "batch_tokens_rate": significant(part.batch_rate),
     }
 
 
@@ -213,12 +227,19 @@ def mean_gap_s(result: StreamResult) -> float:
 
 def table(result: dict[str, Any]) -> list[str]:
     """For people: the plan first."""
-    plan = result["plan"]
+    plan, offered = result["plan"], result["plan"]["traffic"]
+    source = (
+        "fixed lengths and Poisson arrivals"
+        if offered["trace"] is None
+        else f"lengths and gaps of {offered['trace']}, times {plan['interactive']['factor']:g} for "
+        f"interactive and {plan['batch']['factor']:g} for batch"
+    )
     lines = [
         f"{plan['model']}: first token within {plan['ttft_s']:g} s, {plan['itl_s']:g} s a token; "
-        f"{plan['interactive_samples']} interactive requests of {plan['interactive_tokens']} "
-        f"tokens at {plan['interactive_rate']:g}/s; {plan['batch_callers']} batch callers of "
-        f"{plan['batch_tokens']} tokens, {plan['slots']} slots",
+        f"{plan['interactive_samples']} interactive requests at {plan['interactive_rate']:g}/s, "
+        f"{plan['batch_callers']} batch callers, {plan['slots']} slots",
+        f"{source}: interactive {_lengths(offered['interactive'])}; batch "
+        f"{_lengths(offered['batch'])}",
         f"{'':20}{'attained':>10}{'TTFT p50':>10}{'p99 s':>10}{'ITL p99':>10}{'batch tok/s':>13}",
     ]
     for name in ("interactive_alone", "tiered", "untiered"):
@@ -227,64 +248,104 @@ def table(result: dict[str, Any]) -> list[str]:
         cells = "".join(f"{row[column]!s:>10}" for column in columns)
         lines.append(f"{name:20}{cells}{row['batch_tokens_rate']:>13}")
     lines.append(f"batch alone: {result['batch_alone_tokens_rate']} tokens a second")
-    for key in ("batch_capacity_share", "interactive_ttft_p99_ratio"):
+    for key in ("batch_capacity_share", "batch_share_of_untiered", "interactive_ttft_p99_ratio"):
         lines.append(f"{key:28}{result[key]}")
     return lines
 
 
-def ask_of(plan: Plan, kind: str, tier: str, i: int) -> Ask:
-    """`kind` says how large, `tier` how urgent."""
-    interactive = kind == INTERACTIVE
-    words = plan.interactive_prompt if interactive else plan.batch_prompt
-    tokens = plan.interactive_tokens if interactive else plan.batch_tokens
+def _lengths(told: dict[str, Any]) -> str:
+    return (
+        f"{told['prompt_mean']:g} tokens in (at most {told['prompt_most']}), "
+        f"{told['tokens_mean']:g} out ({told['tokens_most']})"
+    )
+
+
+def ask_of(model: str, label: str, tier: str, size: Size) -> Ask:
+    """`label` comes first, so that no prompt finds another's prefix."""
+    words = max(0, size.prompt - LABEL_TOKENS)
     body = {
-        "model": plan.model,
-        # Its number comes first, so that no prompt finds another's prefix.
-        "prompt": " ".join([f"{kind} {i}:", *("river" for _ in range(words))]),
-        "max_tokens": tokens,
+        "model": model,
+        "prompt": " ".join([f"{label}:", *("river" for _ in range(words))]),
+        "max_tokens": size.tokens,
         "ignore_eos": True,
         "stream": True,
         "service_tier": tier,
         "stream_options": {"include_usage": True},
     }
-    return Ask(path="/v1/completions", body=body, max_tokens=tokens)
+    return Ask(path="/v1/completions", body=body, max_tokens=size.tokens)
 
 
-async def _load(
-    url: str,
-    plan: Plan,
-    times_s: Sequence[float],
-    interactive_tier: str,
-    batch_tier: str | None,
-    over_s: float,
-) -> Part:
-    """Interactive arrivals, with batch callers from a moment before to the end."""
-    server = Server(url)
-    done: list[StreamResult] = []
-    ending = asyncio.Event()
-    callers: list[asyncio.Task[None]] = []
-    if batch_tier is not None:
-        callers = [
-            asyncio.ensure_future(_caller(server, plan, batch_tier, i, done, ending))
-            for i in range(plan.batch_callers)
-        ]
-        await asyncio.sleep(1.0)  # every slot is taken
-    try:
-        await server.warm(plan.slots)
-        began_s = time.monotonic()
-        pause = asyncio.ensure_future(asyncio.sleep(over_s))
-        asks = [ask_of(plan, INTERACTIVE, interactive_tier, i) for i in range(len(times_s))]
-        results = await at_times(server, asks, times_s)
-        await pause
-        ended_s = time.monotonic()
-        # The last answers are waited for: what came of them before the end counts.
-        ending.set()
-        await asyncio.gather(*callers)
-    finally:
-        for caller in callers:
-            caller.cancel()
-        server.close()
-    return Part(results, tokens_between(done, began_s, ended_s), ended_s - began_s)
+class _Loads:
+    """Loads on one cluster, one after the other. No prompt of one is met again in another."""
+
+    def __init__(self, url: str, plan: Plan, offered: Traffic) -> None:
+        self._url = url
+        self._plan = plan
+        self._offered = offered
+        self._number = 0
+
+    def run(
+        self, num_interactive: int, interactive_tier: str, batch_tier: str | None, over_s: float
+    ) -> Part:
+        """The first interactive arrivals, with batch callers from a moment before to the end."""
+        self._number += 1
+        return _run(self._load(num_interactive, interactive_tier, batch_tier, over_s))
+
+    async def _load(
+        self, num_interactive: int, interactive_tier: str, batch_tier: str | None, over_s: float
+    ) -> Part:
+        plan, offered = self._plan, self._offered
+        server = Server(self._url)
+        done: list[StreamResult] = []
+        ending = asyncio.Event()
+        callers: list[asyncio.Task[None]] = []
+        if batch_tier is not None:
+            callers = [
+                asyncio.ensure_future(self._caller(server, batch_tier, i, done, ending))
+                for i in range(plan.batch_callers)
+            ]
+            await asyncio.sleep(1.0)  # every slot is taken
+        try:
+            await server.warm(plan.slots)
+            began_s = time.monotonic()
+            pause = asyncio.ensure_future(asyncio.sleep(over_s))
+            asks = [
+                ask_of(plan.model, f"{self._number} asks {i}", interactive_tier, size)
+                for i, size in enumerate(offered.interactive[:num_interactive])
+            ]
+            results = await at_times(server, asks, offered.times_s[:num_interactive])
+            await pause
+            ended_s = time.monotonic()
+            # The last answers are waited for: what came of them before the end counts.
+            ending.set()
+            await asyncio.gather(*callers)
+        finally:
+            for caller in callers:
+                caller.cancel()
+            server.close()
+        return Part(results, tokens_between(done, began_s, ended_s), ended_s - began_s)
+
+    async def _caller(
+        self,
+        server: Target,
+        tier: str,
+        caller: int,
+        done: list[StreamResult],
+        ending: asyncio.Event,
+    ) -> None:
+        """One answer after the other until the end. Raises ClusterError if one fails."""
+        sizes, i = self._offered.batch, caller
+        while not ending.is_set():
+            label = f"{self._number} batch {i}"
+            ask = ask_of(self._plan.model, label, tier, sizes[i % len(sizes)])
+            result = await server.ask(ask)
+            if result.refused_s is not None:
+                await asyncio.sleep(0.2)
+            elif result.error is not None:
+                raise ClusterError(f"a batch request failed: {result.error}")
+            else:
+                done.append(result)
+            i += self._plan.batch_callers
 
 
 def tokens_between(results: Sequence[StreamResult], began_s: float, ended_s: float) -> int:
@@ -295,27 +356,6 @@ def tokens_between(results: Sequence[StreamResult], began_s: float, ended_s: flo
         if inside:
             total += tokens_of(result) * inside / len(result.arrivals_s)
     return round(total)
-
-
-async def _caller(
-    server: Target,
-    plan: Plan,
-    tier: str,
-    number: int,
-    done: list[StreamResult],
-    ending: asyncio.Event,
-) -> None:
-    """One answer after the other until the end. Raises ClusterError if one fails."""
-    i = 0
-    while not ending.is_set():
-        result = await server.ask(ask_of(plan, BATCH, tier, 10_000 * number + i))
-        if result.refused_s is not None:
-            await asyncio.sleep(0.2)
-        elif result.error is not None:
-            raise ClusterError(f"a batch request failed: {result.error}")
-        else:
-            done.append(result)
-        i += 1
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
