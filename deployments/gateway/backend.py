@@ -77,6 +77,9 @@ class Place:
     patient_until_s: float | None = None
     """When the client gives up unless a first token came. None: it told only its whole patience."""
 
+    answer_s: float | None = None
+    """Longest that may be worked on it from its grant on, by the gateway's own limit."""
+
 
 ANYWHERE = Place()
 """Of a request that nobody placed."""
@@ -108,7 +111,8 @@ class Backend(Protocol):
     ) -> Stream:
         """Admit and submit `n` choices over one prompt.
 
-        `remaining_s` is what is left of the client's patience for the whole answer; the backend may
+        `remaining_s` is what is left for the whole answer, by the client's patience or the longest
+        wait and the longest answer together (`place.answer_s` is the latter); the backend may
         refuse (Overloaded) what cannot make it. When this is cancelled nothing stays behind.
         Where it was placed, and when, is noted in `journal`; `place` orders it among others.
 

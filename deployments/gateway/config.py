@@ -76,7 +76,8 @@ class Limits(_Strict):
     max_stop: int = Field(default=16, ge=1, le=16)
     max_messages: int = Field(default=4096, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """From the first byte of the request to the last of the answer."""
+    """From the grant of a place to the last byte of the answer, and before, to read the request.
+    Waiting for the grant has a limit of its own, `max_wait_s` of the tier."""
 
 
 class Admission(_Strict):

@@ -225,7 +225,11 @@ class ClusterStream:
             _closed(told, "cancelled")
             self._client.release(grant)
             raise EngineError("the stream was closed while it was placed")
-        self.admitted_s = self.admitted_s or time.monotonic()
+        if self.admitted_s is None:
+            self.admitted_s = time.monotonic()
+            if self._place.answer_s is not None:
+                ends = self.admitted_s + self._place.answer_s
+                self._deadline = ends if self._deadline is None else min(self._deadline, ends)
         self.replica = replica
         leg = _Leg(
             self,

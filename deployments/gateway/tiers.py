@@ -72,7 +72,9 @@ class Tier(Targets):
     """Slots that less urgent tiers leave free for it, over all replicas of a model."""
 
     max_wait_s: float = Field(default=60.0, gt=0, le=86_400)
-    """Longest wait for admission: then the request is refused."""
+    """Longest wait for admission: then the request is refused. `limits.request_timeout_s` counts
+    from the grant, so that all of this can be waited by who has the patience: OpenAI's clients have
+    600 s unless they are told otherwise."""
 
     preemptible: bool = True
     """Its running requests make way for more urgent ones, and come back later."""
@@ -86,6 +88,13 @@ class Tier(Targets):
         if self.ladder and self.queue_s is None:
             raise ValueError(
                 "ladder: pressure is the wait over queue_s, so it needs queue_s; set it"
+            )
+        given = self.queue_s if "queue_s" in self.model_fields_set else None
+        if given is not None and given > self.max_wait_s:
+            raise ValueError(
+                f"queue_s={given:g} is above max_wait_s={self.max_wait_s:g}, after which a "
+                "request is refused: nobody could miss that target and be served; lower queue_s or "
+                "raise max_wait_s"
             )
         return self
 

@@ -119,7 +119,15 @@ class Generation:
         """When each phase began."""
 
         self._cut: Cut | None = None
-        self._patience_s = 0.0
+        self._expired = ""
+        """The limit that ran out, in words."""
+
+        self._patient_until: tuple[float, str] | None = None
+        """When the client gives up on the whole answer, and that in words."""
+
+        self._ungranted = 0
+        """Prompts that wait for their grants."""
+
         self._working = False
         self._complete = False
         """The last of the answer is going out: the client may leave."""
@@ -144,7 +152,8 @@ class Generation:
         """Of the prompts that a replica has taken."""
 
         self._first_token_s: float | None = None
-        self._timers: list[asyncio.TimerHandle] = []
+        self._whole_timer: asyncio.TimerHandle | None = None
+        self._first_timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,20 +173,22 @@ class Generation:
                 endpoint=self._endpoint,
             )
         )
-        total_s, self._first_s = _patience(call.headers, self._config.limits.request_timeout_s)
+        total_s, self._first_s = _patience(call.headers)
+        if total_s is not None:
+            self._patient_until = call.received_s + total_s, f"{total_s:g} s"
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._deadline_s = call.received_s + total_s
-        self._expire_at(self._deadline_s, total_s)
+        self._be_whole_in(self._config.limits.request_timeout_s, call.received_s)
         self._model = UNKNOWN
         self._inflight(+1)
         try:
             await self._supervise(scope, receive)
         finally:
-            for timer in self._timers:
-                timer.cancel()
+            for timer in (self._whole_timer, self._first_timer):
+                if timer is not None:
+                    timer.cancel()
             if self._watch is not None:
                 self._watch.cancel()
             self._inflight(-1)
@@ -253,16 +264,16 @@ class Generation:
         self._inflight(+1)
         if self._shed_s is not None:
             raise _shed(self._shed_s)
-        if self._first_s is not None:
-            at_s = call.received_s + self._first_s
-            if not plan.stream:
-                self._deadline_s = min(self._deadline_s, at_s)
-            self._expire_at(at_s, self._first_s)
+        targets = self._config.tiers[plan.tier]
+        self._be_patient(plan.stream)
+        # The longest wait is the queue's to end; from the grant on the answer has its own limit.
+        longest_s = targets.max_wait_s + limits.request_timeout_s
+        self._be_whole_in(longest_s, call.received_s)
+        self._ungranted = len(plan.requests)
         claims = identity.claims(tokens=plan.max_tokens, retry=_is_retry(call.headers))
         if claims:
             lease = f"{state.explainer.gateway}:{plan.answer_id}"
             self._quota = await state.quotas.take(lease, claims)
-        targets = self._config.tiers[plan.tier]
         self._place = Place(
             tier=plan.tier,
             tenant=identity.tenant,
@@ -270,6 +281,7 @@ class Generation:
             due_s=None if targets.ttft_s is None else call.received_s + targets.ttft_s,
             may_wait=targets.ttft_s is None,
             patient_until_s=None if self._first_s is None else call.received_s + self._first_s,
+            answer_s=limits.request_timeout_s,
         )
         self._pace = Pace(self._series.itl if self._config.metrics else None)
         if plan.stream:
@@ -395,6 +407,12 @@ class Generation:
             await stream.aclose()
             raise asyncio.CancelledError
         self._admitted_tokens += plan.requests[prompt].num_tokens
+        self._ungranted -= 1
+        if not self._ungranted:
+            granted_s = cast("float | None", getattr(stream, "admitted_s", None))
+            limit_s = self._config.limits.request_timeout_s
+            since_s = time.monotonic() if granted_s is None else granted_s
+            self._be_whole_in(limit_s, since_s, " from its grant on")
         if self._marks[-1][0] == "queue":
             self._mark_submitted(stream)
         return stream
@@ -465,12 +483,32 @@ class Generation:
             pass
         self._end(Cut.DISCONNECT)
 
-    def _expire_at(self, at_s: float, patience_s: float) -> None:
-        delay_s = max(0.0, at_s - time.monotonic())
-        self._timers.append(self._loop.call_later(delay_s, self._expire, patience_s))
+    def _be_patient(self, stream: bool) -> None:
+        """As the client is: its read timeout is for the first byte, which of an answer in one piece
+        is the last one, too."""
+        if self._first_s is None:
+            return
+        until = self._call.received_s + self._first_s, f"{self._first_s:g} s"
+        if stream:
+            self._first_timer = self._expire_at(*until)
+        elif self._patient_until is None or until < self._patient_until:
+            self._patient_until = until
 
-    def _expire(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def _be_whole_in(self, seconds: float, since_s: float, words: str = "") -> None:
+        """When the answer must be whole by a limit of ours, or when the client gives up before."""
+        until = since_s + seconds, f"{seconds:g} s{words}"
+        if self._patient_until is not None:
+            until = min(until, self._patient_until)
+        self._deadline_s = until[0]
+        if self._whole_timer is not None:
+            self._whole_timer.cancel()
+        self._whole_timer = self._expire_at(*until)
+
+    def _expire_at(self, at_s: float, limit: str) -> asyncio.TimerHandle:
+        return self._loop.call_later(max(0.0, at_s - time.monotonic()), self._expire, limit)
+
+    def _expire(self, limit: str) -> None:
+        self._expired = limit
         self._end(Cut.TIMEOUT)
 
     def _end(self, why: Cut) -> None:
@@ -482,7 +520,7 @@ class Generation:
     def _timed_out(self) -> TimedOut:
         tokens = self._tally.completion_tokens if self._tally is not None else 0
         return TimedOut(
-            f"no whole answer after {self._patience_s:g} s (in phase {self._phase}, {tokens} "
+            f"no whole answer after {self._expired} (in phase {self._phase}, {tokens} "
             "tokens so far): allow more time, ask for fewer tokens, or stream",
             answering=tokens > 0,
         )
@@ -572,8 +610,8 @@ class Generation:
         self._first_token_s = self._record.first_token_s = now_s
         self._marks.append(("stream", now_s))
         self._state.log.append(FirstToken(request_id=self._call.request_id, at_s=now_s))
-        if streaming and len(self._timers) > 1:
-            self._timers[1].cancel()  # the patience for a first byte; the one for the whole runs on
+        if streaming and self._first_timer is not None:
+            self._first_timer.cancel()
         self._series.ttft(streaming).observe(now_s - self._call.received_s)
 
     def _record_finish(self) -> None:
@@ -700,18 +738,18 @@ def _uncancelled(task: asyncio.Task[Any]) -> bool:
     return uncancel is None or uncancel() == 0
 
 
-def _patience(headers: Mapping[bytes, bytes], limit_s: float) -> tuple[float, float | None]:
-    """Seconds for the whole answer, and for its first byte.
+def _patience(headers: Mapping[bytes, bytes]) -> tuple[float | None, float | None]:
+    """The client's seconds for the whole answer, and for its first byte, if it told them.
 
     The first is `x-request-timeout-seconds`; the second the read timeout that OpenAI's clients
     tell, which bounds the whole answer where that comes in one piece.
     """
-    total_s = limit_s
-    patience = headers.get(b"x-request-timeout-seconds")
-    if patience is not None:
-        total_s = min(total_s, _seconds(patience) or total_s)
+    whole = headers.get(b"x-request-timeout-seconds")
     reading = headers.get(b"x-stainless-read-timeout")
-    return total_s, None if reading is None else _seconds(reading)
+    return (
+        None if whole is None else _seconds(whole),
+        None if reading is None else _seconds(reading),
+    )
 
 
 def _seconds(value: bytes) -> float | None:

@@ -49,6 +49,10 @@ def test_aliases_resolve_to_their_model_and_other_names_stay() -> None:
         ({"tiers": {"default": {"itl_s": 0}}}, ["tiers.default.itl_s=0", "greater than 0"]),
         ({"tiers": {"default": {"objective": 1}}}, ["tiers.default.objective=1", "less than 1"]),
         (
+            {"tiers": {"default": {"queue_s": 2, "max_wait_s": 1.5}}},
+            ["tiers.default", "queue_s=2 is above max_wait_s=1.5", "raise max_wait_s"],
+        ),
+        (
             {"tiers": {"default": {"ttft_s": 9, "e2e_s": 3}}},
             ["tiers.default", "ttft_s=9 is above e2e_s=3", "lower ttft_s or raise e2e_s"],
         ),

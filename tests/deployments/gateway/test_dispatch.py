@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from deployments.gateway.backend import Place
 from deployments.gateway.dispatch import MAX_LOST_REPLICAS
 from deployments.gateway.errors import describe
 from deployments.link.link import Link
-from deployments.link.messages import Kind
+from deployments.link.messages import Kind, Submit
 from engine.errors import Overloaded
 from engine.request import FinishReason, Request, SamplingParams
 
@@ -292,6 +293,44 @@ async def test_a_link_that_ends_under_the_submit_means_another_placement(
     monkeypatch.setattr(Link, "send", ended_once)
     assert await answer(client, replace(one, request_id="again")) == expected
     assert lost == []
+
+
+async def test_the_time_for_an_answer_counts_from_its_grant(local_cluster, monkeypatch):
+    cluster = local_cluster(prefill=False, max_running_requests=1)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    told: dict[str, int | None] = {}
+    send = Link.send
+
+    def seen(link: Link, message, **how) -> bool:
+        if message[0] == Kind.SUBMIT:
+            submit = Submit.from_wire(message)
+            told[submit.request.request_id] = submit.remaining_ms
+        return send(link, message, **how)
+
+    monkeypatch.setattr(Link, "send", seen)
+    place = Place(answer_s=50.0)
+    first = Reader(await client.open(request(4, 10, 4000), n=1, remaining_s=900.0, place=place))
+    await first.each_has(3)
+    second = asyncio.create_task(client.open(request(5, 4, 4), n=1, remaining_s=900.0, place=place))
+    while client._queue.num_waiting < 1:
+        await asyncio.sleep(0.005)
+    waited_s = time.monotonic()
+    await asyncio.sleep(0.3)
+    first.task.cancel()
+    await asyncio.wait([first.task])
+    stream = await second
+    assert stream.admitted_s is not None
+    assert stream.admitted_s - waited_s >= 0.3
+    await Reader(stream).task
+    # Of what the replica is told nothing went to the wait; a client in more haste is told instead.
+    assert stream._deadline == stream.admitted_s + 50.0
+    assert told["r5"] is not None
+    assert 0 < told["r5"] <= 50_000
+    hasty = await client.open(request(6, 4, 4), n=1, remaining_s=40.0, place=place)
+    await Reader(hasty).task
+    assert told["r6"] is not None
+    assert told["r6"] <= 40_000
 
 
 async def test_a_link_that_ended_while_its_replica_lives_is_dialled_again(

@@ -243,12 +243,12 @@ async def test_the_openai_client_sees_our_timeout_before_its_own(gateway: Any) -
 @pytest.mark.parametrize(
     ("headers", "most"),
     [
-        ({}, 600.0),
+        ({}, 660.0),  # the tier's longest wait and the longest answer
         ({"x-request-timeout-seconds": "10"}, 9.9),
         ({"x-stainless-read-timeout": "30"}, 29.9),
         ({"x-stainless-read-timeout": "30", "x-request-timeout-seconds": "10"}, 9.9),
-        ({"x-stainless-read-timeout": "not-given", "x-request-timeout-seconds": "-1"}, 600.0),
-        ({"x-request-timeout-seconds": "1e9"}, 600.0),
+        ({"x-stainless-read-timeout": "not-given", "x-request-timeout-seconds": "-1"}, 660.0),
+        ({"x-request-timeout-seconds": "1e9"}, 660.0),
     ],
 )
 async def test_the_backend_is_told_what_is_left_of_the_clients_patience(
@@ -259,6 +259,69 @@ async def test_the_backend_is_told_what_is_left_of_the_clients_patience(
     took_s = time.monotonic() - began
     remaining_s = gateway.backend.opened[0][3]
     assert most - took_s <= remaining_s < most
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_wait_as_long_as_the_tier_allows_takes_nothing_off_the_answers_time(
+    gateway: Any, spell_words: Any, stream: bool
+) -> None:
+    async def check(seconds: float) -> None:
+        limits = {"request_timeout_s": seconds}
+        gateway.state.apply({"limits": limits, "tiers": {"default": {"max_wait_s": 1000}}})
+
+        async def wait() -> None:
+            await asyncio.sleep(2 * seconds)
+
+        gateway.backend.before_open = wait
+        gateway.backend.script = spell_words
+        reply = await gateway.post("/v1/chat/completions", BODY | {"stream": stream})
+        assert reply.status == 200
+        assert gateway.backend.places[-1].answer_s == seconds
+        # From the grant on it is limited.
+        gateway.backend.script = lambda request, n: [forever]
+        late = await gateway.post("/v1/chat/completions", BODY | {"stream": stream})
+        assert late.status == 504
+        assert f"after {seconds:g} s from its grant on" in late.error["message"]
+
+    await at_some_pace(check, 0.2)
+
+
+async def test_the_last_of_several_prompts_to_be_granted_has_its_time_as_well(
+    gateway: Any, spell_words: Any
+) -> None:
+    async def check(seconds: float) -> None:
+        limits = {"request_timeout_s": seconds}
+        gateway.state.apply({"limits": limits, "tiers": {"default": {"max_wait_s": 1000}}})
+        turns = 0
+
+        async def wait() -> None:
+            nonlocal turns
+            turns += 1
+            await asyncio.sleep(2 * seconds * turns)
+
+        gateway.backend.before_open = wait
+        gateway.backend.script = spell_words
+        reply = await gateway.post("/v1/completions", {"model": "tiny", "prompt": ["a", "b"]})
+        assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1]
+
+    await at_some_pace(check, 0.2)
+
+
+async def test_the_clients_own_timeout_counts_from_the_start_whatever_the_grant(
+    gateway: Any,
+) -> None:
+    async def check(seconds: float) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(0.5 * seconds)
+
+        gateway.backend.before_open = wait
+        gateway.backend.script = lambda request, n: [forever]
+        headers = {"x-request-timeout-seconds": str(seconds)}
+        reply = await gateway.post("/v1/chat/completions", BODY, headers)
+        assert reply.status == 504
+        assert f"after {0.95 * seconds:g} s (in phase prefill" in reply.error["message"]
+
+    await at_some_pace(check, 0.2)
 
 
 async def test_a_stalled_body_is_timed_out(gateway: Any) -> None:
