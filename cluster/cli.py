@@ -21,9 +21,9 @@ import click
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from cluster.session import Up
+    from cluster.session import PoolMemory, Up
     from cluster.state import StateDir
     from engine.memory import MemoryPlan
 
@@ -58,6 +58,14 @@ json_option = click.option(
     "as_json", "--json", is_flag=True, help="One JSON object on standard output."
 )
 
+context_option = click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Tokens of a request, to say how many of them fit into each replica's KV at once.",
+)
+
 
 def say(line: str) -> None:
     """Progress, for people: standard error."""
@@ -85,9 +93,15 @@ def commands() -> None:
     help="Deploy onto the Ray cluster with this dashboard (http://head:8265) instead of starting "
     "one here. Its token: RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.",
 )
+@context_option
 @json_option
 def up(
-    config: Path | None, detach: bool, port: int | None, address: str | None, as_json: bool
+    config: Path | None,
+    detach: bool,
+    port: int | None,
+    address: str | None,
+    context: int,
+    as_json: bool,
 ) -> None:
     """Serve CONFIG (a Ray Serve file), or the packaged laptop configuration.
 
@@ -112,7 +126,8 @@ def up(
         say(f"warning: {session.PYTHON_PROXY}")
     foreground = not detach and ready.record is not None and not ready.updated
     try:
-        _announce(ready, foreground=foreground, as_json=as_json)
+        memory = session.memory_of_pools(ready, checked, state, address)
+        _announce(ready, memory, context, foreground=foreground, as_json=as_json)
         if foreground and ready.record is not None:
             _stay(state, ready)
     except BaseException:
@@ -121,13 +136,21 @@ def up(
         raise
 
 
-def _announce(ready: Up, *, foreground: bool, as_json: bool) -> None:
+def _announce(
+    ready: Up, memory: PoolMemory, context: int, *, foreground: bool, as_json: bool
+) -> None:
     record = ready.record
     if as_json:
+        from cluster.replica_memory import to_json
+
+        told: dict[str, dict[str, list[dict[str, int]]]] = {}
+        for (application, pool), plans in memory.items():
+            told.setdefault(application, {})[pool] = [to_json(plan, context) for plan in plans]
         emit(
             {
                 "url": ready.url,
                 "models": list(ready.models),
+                "memory": told,
                 "ready_s": round(ready.ready_s, 2),
                 "updated": ready.updated,
                 "haproxy": ready.haproxy,
@@ -155,11 +178,21 @@ def _announce(ready: Up, *, foreground: bool, as_json: bool) -> None:
             f"-H 'content-type: application/json' -d '{body}'\n"
             "          tailrace chat"
         )
+    for line in _memory_lines(memory, context):
+        click.echo(f"  memory  {line}")
     if record:
         click.echo(f"  logs    {record.log_dir}")
         click.echo(f"  stop    {'Ctrl-C' if foreground else 'tailrace down'}")
     click.echo()
     sys.stdout.flush()
+
+
+def _memory_lines(memory: PoolMemory, context: int) -> Iterator[str]:
+    """One for each pool: of its only replica, or of the one with the least room."""
+    for (application, pool), plans in sorted(memory.items()):
+        least = min(plans, key=lambda plan: plan.kv_tokens)
+        which = "" if len(plans) == 1 else f" ({len(plans)} replicas, the smallest)"
+        yield f"{application} {pool}{which}: {least.told(context)}"
 
 
 def interrupt_on_signals() -> None:
@@ -222,13 +255,7 @@ def down(as_json: bool) -> None:
 
 
 @commands.command()
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Tokens of a request, to say how many of them fit into each replica's KV at once.",
-)
+@context_option
 @json_option
 def status(context: int, as_json: bool) -> None:
     """Say what runs and how it is. Exit code 3 when nothing does."""

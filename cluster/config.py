@@ -108,6 +108,22 @@ class ServeConfig:
             if isinstance(model, dict) and "name" in model
         }
 
+    @property
+    def telling_pools(self) -> set[tuple[str, str]]:
+        """Application and deployment of every pool that may be there, computes a model and tells
+        gateways about itself."""
+        return {
+            (application["name"], pool)
+            for application in self.data["applications"]
+            if application.get("import_path") == "deployments.app:model"
+            and (application.get("args") or {}).get("source") != "synthetic"
+            for pool in {"Decode", "Prefill"}.difference(
+                deployment["name"]
+                for deployment in application.get("deployments") or ()
+                if (deployment.get("user_config") or {}).get("metrics") is False
+            )
+        }
+
     def listening_on(self, host: str, port: int) -> ServeConfig:
         data = copy.deepcopy(self.data)
         data.setdefault("http_options", {}).update(host=host, port=port)

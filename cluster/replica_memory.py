@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from typing import Final
 
+from cluster.serve_api import Application
 from engine.memory import MemoryPlan
 
 _SERIES: Final = re.compile(r"tailrace_(weight|kv_pool|context)_(bytes|tokens)\{(.*)\} (\S+)")
@@ -30,6 +32,24 @@ def from_metrics(text: str) -> dict[str, MemoryPlan]:
         )
         for replica, found in values.items()
         if found.keys() >= _NEEDED
+    }
+
+
+def by_pool(
+    applications: Sequence[Application], pools: Collection[tuple[str, str]], text: str
+) -> dict[tuple[str, str], list[MemoryPlan | None]]:
+    """The plan of every running replica of these pools, by application and deployment. None: it
+    has not told yet. Pools that Serve does not know are not there."""
+    plans = from_metrics(text)
+    return {
+        (application.name, deployment.name): [
+            plans.get(replica.replica_id)
+            for replica in deployment.replicas
+            if replica.state == "RUNNING"
+        ]
+        for application in applications
+        for deployment in application.deployments
+        if (application.name, deployment.name) in pools
     }
 
 

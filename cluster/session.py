@@ -31,6 +31,9 @@ Say = Callable[[str], None]
 
 HEAD_TIMEOUT_S = 90.0
 MODELS_TIMEOUT_S = 30.0
+MEMORY_TIMEOUT_S = 30.0
+"""Replicas tell gateways about themselves every second."""
+
 DEPLOY_TIMEOUT_S = 900.0
 """Weights may come from a slow disk; failures are seen long before."""
 
@@ -133,7 +136,7 @@ def bring_up(state: StateDir, config: ServeConfig, *, port: int | None, say: Say
 def deploy_to(address: str, config: ServeConfig, *, port: int | None, say: Say) -> Up:
     """Deploy onto a Ray cluster that somebody else started; `address` is its dashboard."""
     began = time.monotonic()
-    api = ServeApi(address if "://" in address else f"http://{address}", foreign_token())
+    api = _api_at(address)
     api.check_reachable()
     config = config.listening_on(config.host, port or config.port)
     existing = api.http_address()
@@ -205,6 +208,40 @@ def status(state: StateDir) -> Status:
         memory=replica_memory.from_metrics(told),
         queues=queues.from_metrics(told),
     )
+
+
+PoolMemory = Mapping[tuple[str, str], tuple[MemoryPlan, ...]]
+"""By application and deployment: of each of its replicas."""
+
+
+def memory_of_pools(
+    up: Up, config: ServeConfig, state: StateDir, address: str | None
+) -> PoolMemory:
+    """What the memory of the pools that are up is used for; `address` as for `deploy_to`.
+
+    Waits a moment until every replica has told a gateway; what has not by then is missing.
+    """
+    pools = config.telling_pools
+    if not pools or not config.models:
+        return {}
+    if up.record is not None:
+        api = _api(state, up.record)
+    else:
+        assert address is not None, "a cluster without a record is one that has an address"
+        api = _api_at(address)
+    found: dict[tuple[str, str], tuple[MemoryPlan, ...]] = {}
+
+    def all_told() -> bool:
+        applications = api.applications()
+        if applications is None:
+            return False
+        there = replica_memory.by_pool(applications, pools, _metrics(up.url))
+        found.update({pool: tuple(filter(None, plans)) for pool, plans in there.items()})
+        return all(plan is not None for plans in there.values() for plan in plans)
+
+    wait_until(all_told, within_s=MEMORY_TIMEOUT_S, every_s=0.3)
+    api.close()
+    return {pool: plans for pool, plans in found.items() if plans}
 
 
 def _metrics(url: str) -> str:
@@ -334,6 +371,10 @@ def _last_line(text: str) -> str:
 
 def _api(state: StateDir, record: Record) -> ServeApi:
     return ServeApi(record.dashboard_url, state.ray_token().read_text().strip())
+
+
+def _api_at(address: str) -> ServeApi:
+    return ServeApi(address if "://" in address else f"http://{address}", foreign_token())
 
 
 def _answers(url: str) -> bool:

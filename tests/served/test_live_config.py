@@ -12,7 +12,16 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from serving import MODELS, SLOTS, Cluster, locally, model_application, wait_for
+from serving import (
+    BLOCK_TOKENS,
+    MODELS,
+    NUM_BLOCKS,
+    SLOTS,
+    Cluster,
+    locally,
+    model_application,
+    wait_for,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -45,6 +54,21 @@ def apply(cluster: Cluster) -> str:
 def test_the_gateway_did_not_have_to_wait_for_its_models(cluster: Cluster):
     # A replica that fails to start is tried again, which the command shows.
     assert "Gateway: " not in cluster.progress
+
+
+def test_the_command_told_what_the_memory_of_every_pool_is_used_for(cluster: Cluster):
+    code, now, errors = cluster.command("status")
+    assert code == 0, errors
+    for app in MODELS:
+        pools = now["applications"][app]["deployments"]
+        assert set(cluster.ready["memory"][app]) == {"Decode", "Prefill"}
+        for pool, told in cluster.ready["memory"][app].items():
+            assert len(told) == pools[pool]["target_replicas"]
+            for plan in told:
+                assert plan["kv_tokens"] == (NUM_BLOCKS - 1) * BLOCK_TOKENS
+                assert plan["largest_batch"] == plan["kv_tokens"] // min(
+                    1024, plan["context_tokens"]
+                )
 
 
 def test_settings_change_in_place(cluster: Cluster, config: dict[str, Any]):
