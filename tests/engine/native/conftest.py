@@ -108,7 +108,7 @@ class Batch:
         return step_inputs(StepPlan(chunks=tuple(chunks)), self.pool.block_tokens)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make():
     """Factories: decoders of a kind, batches for them, their weights in float64."""
     return SimpleNamespace(decoder=small_decoder, batch=Batch, tensors=random_tensors, small=SMALL)

@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ def alone(make, model, block_tokens=16):
     return rows
 
 
+@pytest.fixture(scope="module")
+def computed_alone(make):
+    """`alone`, of a decoder of one thread and these options: each once."""
+
+    @cache
+    def computed(kind, **options):
+        return alone(make, make.decoder(kind, **options))
+
+    return computed
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -44,9 +56,9 @@ def alone(make, model, block_tokens=16):
 @pytest.mark.parametrize("block_tokens", [5, 16, 256])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_pages_batches_chunks_and_threads_do_not_change_a_bit(
-    kind, make, options, block_tokens, num_threads
+    kind, make, computed_alone, options, block_tokens, num_threads
 ):
-    want = alone(make, make.decoder(kind, **options))
+    want = computed_alone(kind, **options)
     model = make.decoder(kind, num_threads=num_threads, **options)
     batch = make.batch(model, LENGTHS, block_tokens=block_tokens, seed=4)
     done = [0] * len(LENGTHS)
