@@ -141,8 +141,8 @@ class ModelArgs(_Strict):
     transport: Literal["link", "nixl"] = "link"
     """What carries KV: the link between two replicas, or READs by NIXL (RDMA, shared memory, GPU
     memory), with the link for everything that is said about them. With several ranks each reads
-    what it holds; pools that cut KV heads differently read each token's heads apart, which needs
-    the same `block_tokens` on both sides."""
+    what it holds, stages of any sizes whole; where `tensor_parallel` of both pools differs it is
+    read token by token, which takes ten times as long a byte and more."""
 
     link: LinkArgs = LinkArgs()
 

@@ -685,6 +685,14 @@ class NixlAgent:
             return
         size = piece_bytes(piece, self._pool.layout, card.block_tokens)
         self._peers[peer] = _Peer(name, piece, size, here, there, local, blocks)
+        if not whole:
+            logger.warning(
+                "a block of %s is read in %d runs, %d bytes in all, since both sides share out KV "
+                "heads differently: equal tensor_parallel reads one run, transport: link packs",
+                name,
+                len(here.runs),
+                size,
+            )
         self.counters.peers[peer] = name
 
         def warm(read: Read, result: ReadResult) -> None:

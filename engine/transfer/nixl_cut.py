@@ -11,7 +11,8 @@
 
 A block is token-major: `[layers, K and V, token, head, dim]`. A piece of all heads that both sides
 hold there is one run of bytes. Of some of the heads it is a run for each token, K and V, and layer,
-and one for their scales.
+and one for their scales. In 16384 runs of 512 bytes a byte takes ten (TCP) to forty times (kernel
+copies) as long as in one run of host memory: equal head ranges are the way out.
 """
 
 from __future__ import annotations
