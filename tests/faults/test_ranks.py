@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from ranked import MODEL, RankedCluster, Size, name_of
+from ranked import MODEL, RankedCluster, Size, name_of, transport_of
 from serving import end, locally, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -57,6 +57,9 @@ def serve(session: RankedCluster, pairs: list[tuple[Size, Size]]) -> None:
         code, _, errors = session.up()
         assert code == 0, errors
         session.settled(within_s=90)
+    for app, pair in zip(session.apps, pairs, strict=True):
+        if transport_of(*pair) == "nixl":
+            wait_for(lambda app=app: session.stats(app, "Decode")["reads_connected"])
 
 
 @pytest.fixture
@@ -100,7 +103,10 @@ async def test_pools_of_unequal_sizes_answer_as_one_engine(
             ranks = tensor * stages
             assert len(session.ranks(app, pool)) == (0 if ranks == 1 else ranks)
         assert session.counted(app, "decisions").get("disaggregated/") == 4, app
-        assert session.stats(app, "Decode")["bytes_received"] > 0, app
+        stats = session.stats(app, "Decode")
+        assert stats["bytes_received"] > 0, app
+        carried_by = {pull["connector"] for pull in stats["recent_pulls"]}
+        assert carried_by == {transport_of(prefill, decode)}, app
     await asyncio.to_thread(session.settled)
 
 

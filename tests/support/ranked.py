@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serving import Cluster, configuration, model_application
+from serving import TINY_TRANSPORT, Cluster, configuration, model_application
 
 MODEL = "tiny"
 
 Size = tuple[int, int]
 """Ranks that share a layer, and stages."""
+
+
+READ: set[tuple[Size, Size]] = {((1, 2), (2, 1)), ((2, 1), (4, 1))}
+"""Prefill and decode between which KV is read by NIXL, where it is installed; else the link carries
+it, as it does between all others."""
+
+
+def transport_of(prefill: Size, decode: Size) -> str:
+    return TINY_TRANSPORT if (prefill, decode) in READ else "link"
 
 
 def name_of(prefill: Size, decode: Size) -> str:
@@ -50,6 +59,7 @@ class RankedCluster(Cluster):
         alive = {
             "streams": decode["streams"],
             "pulls": decode["pulls_active"],
+            "reads": decode["reads_open"],
             "blocks": decode["engine"]["num_held_blocks"],
             "sessions": prefill["sessions"],
             "unacked_bytes": prefill["unacked_bytes"],
@@ -61,7 +71,7 @@ class RankedCluster(Cluster):
 
 
 def _model(app: str, prefill: Size, decode: Size) -> dict[str, Any]:
-    model = model_application(app, MODEL, decodes=1)
+    model = model_application(app, MODEL, decodes=1, transport=transport_of(prefill, decode))
     model["args"] |= {
         "tensor_parallel": decode[0],
         "pipeline_parallel": decode[1],
