@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import signal
@@ -119,10 +120,33 @@ async def test_verify_finds_tokens_and_kv_of_ranks_to_be_those_of_one_engine(ran
     await asyncio.to_thread(ranked.settled)
 
 
+async def test_an_overlap_that_ranks_cannot_do_is_refused_before_anything_is_replaced(
+    ranked: RankedCluster, client: httpx.AsyncClient
+):
+    pids = {pool: ranked.pids(APP, pool) for pool in ("Prefill", "Decode")}
+    before = ranked.config
+    ranked.config = copy.deepcopy(before)
+    try:
+        (application,) = (a for a in ranked.config["applications"] if a["name"] == APP)
+        (decode,) = (d for d in application["deployments"] if d["name"] == "Decode")
+        decode["user_config"] |= {"overlap": True, "local_prefill_tokens": 9}
+        code, _, errors = await asyncio.to_thread(ranked.up)
+    finally:
+        ranked.config = before
+    assert code == 1
+    assert "user_config.overlap: true: 2 ranks of one stage" in errors
+    assert {pool: ranked.pids(APP, pool) for pool in pids} == pids
+    # Below the old limit and above the new one: it is not sent away.
+    one = asked(40, 14, 5)
+    away = ranked.counted(APP, "decisions").get("disaggregated/", 0)
+    assert await answer(client, one) == expected(one)
+    assert ranked.counted(APP, "decisions").get("disaggregated/", 0) == away
+
+
 @pytest.mark.parametrize(
     ("pool", "number"),
-    [("Decode", signal.SIGKILL), ("Decode", signal.SIGSTOP), ("Prefill", signal.SIGKILL)],
-    ids=["decode, killed", "decode, stopped", "prefill, killed"],
+    list(itertools.product(["Decode", "Prefill"], [signal.SIGKILL, signal.SIGSTOP])),
+    ids=["decode, killed", "decode, stopped", "prefill, killed", "prefill, stopped"],
 )
 async def test_a_lost_rank_replaces_its_replica_and_answers_go_on(
     ranked: RankedCluster, client: httpx.AsyncClient, pool: str, number: int, record_property: Any
