@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,23 @@ def test_a_key_that_is_still_in_use_is_an_error_that_is_told_and_leaves_nothing(
     assert error.stage == "connect"
     assert (dict(agent._peers), library.connected, library.prepared) == ({}, [], 0)
     assert connect(agent, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fingerprint": "g"}, "KV of model g, here it is of f"),
+        ({"block_tokens": 8}, "blocks of 8 tokens, here they have 4"),
+        ({"block_bytes": 7}, "blocks of 7 bytes, 768 are what"),
+        ({"owned_heads": (1, 1)}, "nothing of it"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused_with_the_reason(agent, library, changes, said):
+    answers: list[TransferError | None] = []
+    agent.add_peer("peer", replace(CARD, **changes), answers.append)
+    work(agent)
+    (refused,) = answers
+    assert refused is not None
+    assert refused.stage == "offer"
+    assert said in str(refused)
+    assert (library.connected, library.prepared) == ([], 0)
