@@ -16,7 +16,8 @@ An entry fits a replica that has
   back within a step; a tier with a share keeps some) and leaving free what is reserved for tiers
   above it,
 - KV room for its prompt and the start of its output, likewise,
-- and if the prefill pool is not loaded beyond its budget.
+- and if prompts of its own or more urgent ranks do not load the prefill pool beyond its budget:
+  those of less urgent ones make way there, step by step.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class QueueLimits:
     overcommitment, which the engines resolve by preemption."""
 
     max_prefilling_tokens: int = 65_536
-    """Prompt tokens under way for each prefill replica: more wait here, where order still counts,
-    rather than there."""
+    """Prompt tokens under way for each prefill replica, of the waiter's own and more urgent ranks:
+    more wait here, where order still counts, rather than there."""
 
     refuse_hopeless: bool = True
     """Refuse at once who would wait longer than it may or cares to, by the pace of late."""
@@ -369,8 +370,17 @@ class AdmissionQueue:
     @property
     def prefilling_tokens(self) -> int:
         """Prompt tokens under way or promised, over the whole pool."""
-        reported = sum(r.report.prefilling_tokens for r in self._replicas.values())
-        return reported + sum(p.waiter.acquire.prompt_tokens for p in self._promises.values())
+        return sum(self._prefilling().values())
+
+    def _prefilling(self) -> Counter[int]:
+        """The same by rank."""
+        found: Counter[int] = Counter()
+        for replica in self._replicas.values():
+            for rank, tokens in replica.report.prefilling_tokens:
+                found[rank] += tokens
+        for promise in self._promises.values():
+            found[promise.waiter.rule.rank] += promise.waiter.acquire.prompt_tokens
+        return found
 
     def waiting(self) -> dict[str, int]:
         """Entries by tier."""
@@ -455,7 +465,9 @@ class AdmissionQueue:
                     progress = True
                     break
                 # Those above would take the room of what is overdue for ever, a slot at a time.
-                held = held or self._order.overdue(entry)
+                # What its own tier's prompts take is not theirs to leave.
+                if self._order.overdue(entry) and not self._own_prompts_fill(entry, usable):
+                    held = True
                 blocked = rank if blocked is None else min(blocked, rank)
 
     def _place_for(self, waiter: _Waiter, usable: list[_Replica]) -> _Replica | None:
@@ -560,10 +572,22 @@ class AdmissionQueue:
         return max(0, rule.reserved_slots - used)
 
     def _prefill_has_room(self, waiter: _Waiter, usable: list[_Replica]) -> bool:
+        """Less urgent prompts do not count: prefill replicas compute this one before them."""
+        rank = waiter.rule.rank
+        under_way = sum(tokens for r, tokens in self._prefilling().items() if r <= rank)
+        return under_way == 0 or (
+            under_way + waiter.acquire.prompt_tokens <= self._prefill_budget(usable)
+        )
+
+    def _own_prompts_fill(self, waiter: _Waiter, usable: list[_Replica]) -> bool:
+        """Prompts of its own tier alone leave this one no room in the prefill pool."""
+        own = self._prefilling()[waiter.rule.rank]
+        return own > 0 and own + waiter.acquire.prompt_tokens > self._prefill_budget(usable)
+
+    def _prefill_budget(self, usable: list[_Replica]) -> int:
+        """Prompt tokens of the whole pool."""
         replicas = max((r.report.prefill_replicas for r in usable), default=0)
-        under_way = self.prefilling_tokens
-        budget = self._limits.max_prefilling_tokens * max(1, replicas or len(usable))
-        return under_way == 0 or under_way + waiter.acquire.prompt_tokens <= budget
+        return self._limits.max_prefilling_tokens * max(1, replicas or len(usable))
 
     def _enter(self, gateway_id: str, acquire: Acquire, now: float) -> _Waiter:
         self._arrivals += 1

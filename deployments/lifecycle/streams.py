@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -308,13 +308,13 @@ class StreamTable:
         return tuple((*key, n, tokens) for key, (n, tokens) in found.items())
 
     @property
-    def prefilling_tokens(self) -> int:
-        """Prompts of streams without a token yet."""
-        return sum(
-            stream.submit.request.num_tokens
-            for stream in self._streams.values()
-            if not stream.record.first_sent_s
-        )
+    def prefilling_tokens(self) -> tuple[tuple[int, int], ...]:
+        """As `Report.prefilling_tokens`: prompts of streams without a token yet, by priority."""
+        found: Counter[int] = Counter()
+        for stream in self._streams.values():
+            if not stream.record.first_sent_s:
+                found[stream.submit.request.priority] += stream.submit.request.num_tokens
+        return tuple(found.items())
 
     def _room_for(self, submit: Submit) -> bool:
         """A free slot for each choice, or one of work that makes way for it in the engine."""

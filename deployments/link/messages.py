@@ -27,7 +27,7 @@ from deployments.explain.queueing import QueueFacts
 from engine.errors import EngineError, Overloaded, RequestError, TransferError
 from engine.request import FinishReason, Request
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Kind(IntEnum):
@@ -338,8 +338,8 @@ class Report:
     to be more urgent to take its slots back, the priority unless it had waited long; `UNTAKABLE`
     while nothing can; None if it may not be preempted at all, as in slots that its tier keeps."""
 
-    prefilling_tokens: int = 0
-    """Prompts of streams that have no token yet."""
+    prefilling_tokens: tuple[tuple[int, int], ...] = ()
+    """`(priority, tokens)` of prompts whose streams have no token yet."""
 
     prefill_replicas: int = 0
     """Running, as this replica sees it; 0: prompts are computed on decode replicas."""
@@ -366,7 +366,7 @@ class Report:
         return cls(
             held_tokens=held_tokens,
             alive=tuple((p, level, n, tokens) for p, level, n, tokens in alive),
-            prefilling_tokens=prefilling_tokens,
+            prefilling_tokens=tuple((p, tokens) for p, tokens in prefilling_tokens),
             prefill_replicas=prefill_replicas,
             replica_id=replica_id,
             slots=slots,

@@ -211,11 +211,51 @@ def test_a_prompt_larger_than_the_pool_still_gets_an_idle_replica() -> None:
 
 def test_prompts_wait_while_the_prefill_pool_is_loaded() -> None:
     pool = Pool(8, max_prefilling_tokens=100)
-    pool.report("d0", 0.0, prefilling_tokens=90, prefill_replicas=1)
+    pool.report("d0", 0.0, prefilling_tokens=((10, 90),), prefill_replicas=1)
     assert pool.ask("default", prompt=20, tokens=30) == []
     assert pool.ask("batch", prompt=5, tokens=30) == []  # no overtaking from below
-    actions = pool.report("d0", 1.0, prefilling_tokens=80, prefill_replicas=1)
+    actions = pool.report("d0", 1.0, prefilling_tokens=((10, 80),), prefill_replicas=1)
     assert [pool.tier_of[a.ticket] for a in actions if isinstance(a, Granted)] == ["default"]
+
+
+def test_less_urgent_prompts_that_fill_the_prefill_pool_hold_nobody_back() -> None:
+    pool = Pool(8, max_prefilling_tokens=100)
+    pool.report("d0", 0.0, prefilling_tokens=((30, 90),), prefill_replicas=1)
+    assert pool.ask("batch", prompt=20, tokens=30) == []
+    assert len(pool.ask("priority", prompt=20, tokens=30)) == 1
+    assert len(pool.ask("default", prompt=60, tokens=70)) == 1
+    # 20 and 60 are promised: of its own and more urgent ranks there is no room for 30 more.
+    assert pool.ask("default", prompt=30, tokens=40) == []
+    assert len(pool.ask("priority", prompt=80, tokens=90)) == 1
+    assert pool.ask("priority", prompt=1, tokens=2) == []
+    assert pool.queue.prefilling_tokens == 90 + 20 + 60 + 80
+
+
+def test_more_urgent_prompts_hold_back_and_a_prompt_beyond_the_budget_goes_alone() -> None:
+    pool = Pool(8, max_prefilling_tokens=100)
+    pool.report("d0", 0.0, prefilling_tokens=((0, 60), (30, 30)), prefill_replicas=1)
+    assert pool.ask("default", prompt=50, tokens=60) == []
+    actions = pool.report("d0", 1.0, prefilling_tokens=((30, 30),), prefill_replicas=1)
+    assert [pool.tier_of[a.ticket] for a in actions if isinstance(a, Granted)] == ["default"]
+    pool = Pool(8, max_prefilling_tokens=100)
+    pool.report("d0", 0.0, prefilling_tokens=((30, 90),), prefill_replicas=1)
+    assert len(pool.ask("default", prompt=500, tokens=510)) == 1
+
+
+def test_what_is_overdue_behind_its_own_prompts_holds_nobody_up() -> None:
+    pool = Pool(40, max_prefilling_tokens=100)
+    pool.report("d0", 0.0, prefilling_tokens=((30, 90),), prefill_replicas=1)
+    assert pool.ask("batch", prompt=20, tokens=30) == []
+    for turn in range(30):
+        assert len(pool.ask("default", float(turn), prompt=0, tokens=100)) == 1
+    [entry] = pool.queue._waiters.values()
+    assert pool.queue._order.overdue(entry)
+    assert len(pool.ask("priority", 40.0, prompt=20, tokens=30)) == 1
+    # Nothing of its own is under way any more: now the others leave it its turn.
+    report = {"prefilling_tokens": ((0, 90),), "prefill_replicas": 1}
+    pool.report("d0", 41.0, **report)
+    assert pool.queue.waiting() == {"batch": 1}
+    assert pool.ask("default", 42.0, prompt=0, tokens=100) == []
 
 
 def test_a_flood_of_urgent_work_leaves_batch_its_share() -> None:
