@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.errors import ClusterError
 
 TRAFFIC_PROMPT, TRAFFIC_TOKENS = 256, 64
 TRAFFIC_CALLERS = 32
+_PROMPTS = 7
 _FIRST_TEXT_ID = 1000
 """Ids below are control tokens and single bytes in every vocabulary here."""
 
@@ -48,8 +50,9 @@ class ServedBench:
 
     def figures(self) -> dict[str, float]:
         """Tokens a second, as the client sees them."""
-        prefill = self._closed(1, PREFILL_TOKENS, 1, 1)
-        out = {"prefill_512_tok_s": PREFILL_TOKENS / prefill.wall_s}
+        # One prompt takes a third of a second: any other process's moment would be the figure.
+        prompts = [self._closed(1, PREFILL_TOKENS, 1, 1).wall_s for _ in range(_PROMPTS)]
+        out = {"prefill_512_tok_s": PREFILL_TOKENS / statistics.median(prompts)}
         for batch in (1, 16):
             load = self._closed(batch, DECODE_PROMPT_TOKENS, DECODE_TOKENS, batch)
             out[f"decode_{batch}_tok_s"] = decode_rate(load.results)

@@ -20,7 +20,8 @@
 #include "codes.hpp"
 
 constexpr int KEYS = 64;   // keys attended at a time, counted from position 0
-constexpr int64_t ROWS = 64;         // rows of a product that one claim covers
+constexpr int64_t ROWS = 24;         // rows of a product that one claim covers
+constexpr int64_t OWN_ROWS = 64;     // from so many a thread, threads keep to rows of their own
 constexpr int64_t STREAM_STEPS = 32; // how far in front of itself a product reads memory
 constexpr int64_t SPAN = 512;  // keys whose softmax is one, counted from position 0; spans are joined
 constexpr int LARGEST_CODE = 127;    // of keys and values
@@ -201,6 +202,48 @@ inline void plain_block(
 struct Queries {
     int64_t request, token, row, position;  // in the batch; in the output; among the keys
     int64_t count;
+};
+
+// A product in tasks: some rows by one group of outputs. Of few rows, threads share the groups, so
+// that a weight is read once. Of many, each thread begins with rows of its own, in every loop the
+// same: what it writes and reads again stays in its cache, for which it reads all of the weights.
+struct Tiles {
+    int64_t rows, groups, pieces, threads;
+    bool own;
+
+    Tiles(int64_t rows, int64_t groups, int64_t threads)
+        : rows(rows),
+          groups(groups),
+          pieces((rows + ROWS - 1) / ROWS),
+          threads(threads),
+          own(keeps(rows, threads)) {}
+
+    static bool keeps(int64_t rows, int64_t threads) { return rows >= OWN_ROWS * threads; }
+    // Of a loop over rows, in the parts of a product of as many.
+    static int64_t unit_of(int64_t rows, int64_t threads) {
+        return keeps(rows, threads) ? ROWS : rows;
+    }
+
+    int64_t count() const { return groups * pieces; }
+    int64_t unit() const { return own ? groups : 1; }
+
+    struct Tile {
+        int64_t group, first, last;  // outputs, rows
+    };
+    // Tasks of a part that follow each other have the same group as far as they can.
+    Tile at(int64_t task) const {
+        int64_t from = 0, width = pieces;
+        if (own)
+            for (int64_t part = 1; part <= threads; part++) {
+                const int64_t to = pieces * part / threads;
+                width = to - from;
+                if (task < groups * to) break;
+                from = to;
+            }
+        task -= groups * from;
+        const int64_t first = (from + task % width) * ROWS;
+        return {task / width, first, std::min(first + ROWS, rows)};
+    }
 };
 
 template <class P>
@@ -686,7 +729,7 @@ private:
         };
         bool ready = !makes && !codes.data;
         if (!ready && !few) {
-            lane.share(rows, prepare);
+            lane.share(rows, Tiles::unit_of(rows, team_.size()), prepare);
             ready = true;
         }
         if (few && codes.data) to.reserve(rows, codes.blocks * BLOCK);
@@ -734,22 +777,21 @@ private:
     void multiply_codes(
         Lane &lane, const Codes &codes, const CodedRows<F> &left, int64_t rows, Once &&once,
         Each &&each) {
-        const int64_t pieces = (rows + ROWS - 1) / ROWS;
+        const Tiles tiles(rows, codes.panels, team_.size());
         Private &mine = private_[static_cast<size_t>(lane.index)];
         F *sums = mine.sums.get();
         const bool wide = Coded::WIDENS && rows > 4 * Coded::ROWS;
         if (wide) mine.panel.reserve(codes.wide_size());
-        lane.share(codes.panels * pieces, [&](int64_t begin, int64_t end) {
+        lane.share(tiles.count(), tiles.unit(), [&](int64_t begin, int64_t end) {
             once();
+            int64_t widened = -1;
             for (int64_t task = begin; task < end; task++) {
-                const int64_t panel = task / pieces, first = task % pieces * ROWS;
-                const int64_t last = std::min(first + ROWS, rows);
+                const auto [panel, first, last] = tiles.at(task);
                 CodesTask work{codes.panel(panel), codes.blocks, codes.group_blocks, !wide};
                 if constexpr (Coded::WIDENS)
                     if (wide) {
-                        // Consecutive tasks of a claim have the same panel.
-                        if (task == begin || first == 0)
-                            widen_panel<P>(codes, work.panel, mine.panel.get());
+                        if (panel != widened) widen_panel<P>(codes, work.panel, mine.panel.get());
+                        widened = panel;
                         work.panel = mine.panel.get();
                     }
                 for (int64_t r = first; r < last;) {
@@ -798,19 +840,23 @@ private:
     void multiply_plain(
         Lane &lane, const Matrix<P> &matrix, const A *x, int64_t ldx, int64_t rows, Once &&once,
         Each &&each) {
-        const int64_t pieces = (rows + ROWS - 1) / ROWS;
+        const Tiles tiles(rows, matrix.groups, team_.size());
         F *sums = private_[static_cast<size_t>(lane.index)].sums.get();
-        lane.share(matrix.groups * pieces, [&](int64_t begin, int64_t end) {
+        lane.share(tiles.count(), tiles.unit(), [&](int64_t begin, int64_t end) {
             once();
+            auto tile = tiles.at(begin);
             for (int64_t task = begin; task < end; task++) {
-                const int64_t g = task / pieces, first = task % pieces * ROWS;
-                const int64_t last = std::min(first + ROWS, rows);
-                // The first block of rows reads the panel from memory; while a later one computes
+                const auto [g, first, last] = tile;
+                if (task + 1 < end) tile = tiles.at(task + 1);
+                const bool leaves = task + 1 == end || tile.group != g;
+                // The first block of rows reads the panel from memory; while the last one computes
                 // on what is in the cache, half of the next panel can be on its way.
                 Ahead ahead{GROUP * STREAM_STEPS, matrix.steps};
                 for (int64_t r = first; r < last;) {
                     const int n = block_rows<P>(last - r);
-                    if (r > first) ahead = {matrix.steps * GROUP, last - r == n ? matrix.steps / 2 : 0};
+                    if (r > first)
+                        ahead = {matrix.steps * GROUP,
+                                 leaves && last - r == n ? matrix.steps / 2 : 0};
                     product<P>(
                         n, x + r * ldx, ldx, matrix.panel(g), matrix.steps, sums, GROUP, false,
                         ahead);
@@ -873,7 +919,8 @@ private:
         const int64_t tokens = step.tokens, sampled = step.sampled;
         F *x = residual_.get();
         const auto over_rows = [&](int64_t rows, auto &&body) {
-            lane.share(rows, [&](int64_t begin, int64_t end) {
+            const int64_t unit = Tiles::unit_of(rows, team_.size());
+            lane.share(rows, unit, [&](int64_t begin, int64_t end) {
                 for (int64_t r = begin; r < end; r++) body(r);
             });
         };
@@ -959,7 +1006,8 @@ private:
 
     // q into its buffer, k and v into the pool.
     void rotate_all(Lane &lane, const tailrace_step &step, int64_t l) {
-        lane.share(step.tokens, [&](int64_t begin, int64_t end) {
+        const int64_t unit = Tiles::unit_of(step.tokens, team_.size());
+        lane.share(step.tokens, unit, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; t++)
                 for (int64_t h = 0; h < s_.kv_heads; h++) rotate_group(step, l, t, h);
         });

@@ -9,7 +9,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace tailrace {
@@ -42,8 +44,15 @@ public:
     const int index;
 
     // Calls body(begin, end) until [0, count) is done by all threads together, then returns in all.
+    // Each thread begins with a part of its own, as many whole units as the others' or nearly so,
+    // and helps with theirs when it is through: loops over the same rows in parts alike find them in
+    // this core's cache. A unit of `count` makes one part for all, which is claimed in order.
     template <class Body>
-    void share(int64_t count, Body &&body);
+    void share(int64_t count, int64_t unit, Body &&body);
+    template <class Body>
+    void share(int64_t count, Body &&body) {
+        share(count, count, std::forward<Body>(body));
+    }
 
 private:
     Team &team_;
@@ -53,7 +62,8 @@ private:
 class Team {
 public:
     // Throws std::system_error where the system refuses a thread.
-    explicit Team(int size) : size_(std::max(size, 1)) {
+    explicit Team(int size)
+        : size_(std::max(size, 1)), tickets_(new Ticket[static_cast<size_t>(size_)]) {
         try {
             for (int i = 1; i < size_; i++) threads_.emplace_back([this, i] { serve(i); });
         } catch (...) {
@@ -115,6 +125,19 @@ private:
         }
     }
 
+    // Until the loop is over.
+    void await(uint32_t phase) { wait_while(phase_, phase); }
+
+    // By the thread that did the last of a loop: opens the next one.
+    void finish(uint32_t next) {
+        done_.store(0, std::memory_order_relaxed);
+        for (int i = 0; i < size_; i++)
+            tickets_[static_cast<size_t>(i)].word.store(
+                uint64_t{next} << 32, std::memory_order_release);
+        phase_.store(next, std::memory_order_release);
+        phase_.notify_all();
+    }
+
     void stop() {
         stopping_.store(true);
         generation_.fetch_add(1);
@@ -123,7 +146,14 @@ private:
         threads_.clear();
     }
 
+    // Of one part of the loop under way: the loop's phase and, below it, the next index that nobody
+    // has claimed, so that a late thread cannot claim from a loop it does not know.
+    struct alignas(64) Ticket {
+        std::atomic<uint64_t> word{0};
+    };
+
     const int size_;
+    const std::unique_ptr<Ticket[]> tickets_;
     int core_ = -1;  // that the others keep off
     std::vector<std::thread> threads_;
     const std::function<void(Lane &)> *job_ = nullptr;
@@ -131,15 +161,12 @@ private:
     std::atomic<bool> open_{false}, stopping_{false};
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<uint32_t> inside_{0};
-    // The loop under way; the ticket holds it too, above the next unclaimed index, so that a late
-    // thread cannot claim from a loop it does not know.
-    alignas(64) std::atomic<uint32_t> phase_{0};
-    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};  // the loop under way
     alignas(64) std::atomic<int64_t> done_{0};
 };
 
 template <class Body>
-void Lane::share(int64_t count, Body &&body) {
+void Lane::share(int64_t count, int64_t unit, Body &&body) {
     if (count <= 0) return;
     Team &team = team_;
     const uint32_t phase = phase_++;
@@ -150,26 +177,29 @@ void Lane::share(int64_t count, Body &&body) {
     }
     // Again in every loop: the system moves this thread, too, and a job may take long.
     if (index == 0) team.spread();
-    uint64_t ticket = team.ticket_.load(std::memory_order_acquire);
-    for (;;) {
-        const int64_t begin = static_cast<int64_t>(ticket & 0xffffffffu);
-        if (static_cast<uint32_t>(ticket >> 32) != phase || begin >= count) break;
-        // Large pieces first, single ones last: few claims, and all end together.
-        const int64_t size = std::max<int64_t>((count - begin) / (2 * team.size_), 1);
-        if (!team.ticket_.compare_exchange_weak(
-                ticket, ticket + static_cast<uint64_t>(size), std::memory_order_acquire))
-            continue;
-        body(begin, begin + size);
-        if (team.done_.fetch_add(size, std::memory_order_acq_rel) + size == count) {
-            team.done_.store(0, std::memory_order_relaxed);
-            team.ticket_.store(uint64_t{phase_} << 32, std::memory_order_release);
-            team.phase_.store(phase_, std::memory_order_release);
-            team.phase_.notify_all();
-            return;
+    const int64_t units = (count + unit - 1) / unit;
+    const auto start = [&](int part) { return std::min(units * part / team.size_ * unit, count); };
+    for (int i = 0; i < team.size_; i++) {
+        const int part = (index + i) % team.size_;
+        const int64_t first = start(part), length = start(part + 1) - first;
+        std::atomic<uint64_t> &word = team.tickets_[static_cast<size_t>(part)].word;
+        uint64_t ticket = word.load(std::memory_order_acquire);
+        for (;;) {
+            const int64_t next = static_cast<int64_t>(ticket & 0xffffffffu);
+            if (static_cast<uint32_t>(ticket >> 32) != phase) return team.await(phase);
+            if (next >= length) break;
+            // Large pieces first, single ones last: few claims, and all end together.
+            const int64_t size = std::max<int64_t>((length - next) / (2 * team.size_), 1);
+            if (!word.compare_exchange_weak(
+                    ticket, ticket + static_cast<uint64_t>(size), std::memory_order_acquire))
+                continue;
+            body(first + next, first + next + size);
+            if (team.done_.fetch_add(size, std::memory_order_acq_rel) + size == count)
+                return team.finish(phase_);
+            ticket = word.load(std::memory_order_acquire);
         }
-        ticket = team.ticket_.load(std::memory_order_acquire);
     }
-    wait_while(team.phase_, phase);
+    team.await(phase);
 }
 
 }  // namespace tailrace

@@ -46,6 +46,17 @@ def test_rows_of_a_product_do_not_depend_on_their_company(kind, make):
         assert torch.equal(model.linear(x[rows], w), whole[rows])
 
 
+@pytest.mark.parametrize("rows", [127, 128, 200, 333])
+def test_many_rows_are_the_same_by_any_number_of_threads(kind, make, rows):
+    """From some number on, each thread begins with rows of its own instead of outputs."""
+    dtype, _ = kind
+    x, w = values(rows, 83, dtype=dtype), values(101, 83, dtype=dtype, seed=1)
+    want = make.decoder(kind).linear(x, w)
+    for num_threads in (2, 3, 5):
+        got = make.decoder(kind, num_threads=num_threads).linear(x, w)
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("inner", [1, 15, 16, 33, 50])
 def test_the_gated_product_is_that_of_float64(kind, make, activation, inner):
