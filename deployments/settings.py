@@ -248,6 +248,10 @@ class PoolSettings(_Strict):
     max_step_tokens: int = Field(default=512, ge=1)
     max_chunk_tokens: int = Field(default=256, ge=1)
     ageing_s: float = Field(default=10.0, gt=0)
+    urgent_kv_reserve: float = Field(default=0.125, ge=0, lt=1)
+    """Prefill: share of the KV pool that prompts leave to more urgent ones than themselves. Slots
+    they give back within a step, blocks not before they are computed and sent."""
+
     pacing: bool = True
     """How much prompt a step holds follows the targets of its requests, within these limits."""
 
@@ -298,6 +302,7 @@ class PoolSettings(_Strict):
             max_step_tokens=self.max_step_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
             ageing_s=self.ageing_s,
+            urgent_kv_reserve=self.urgent_kv_reserve,
             pacing=self.pacing,
             min_prompt_tokens=self.min_prompt_tokens,
             overlap=self.overlap,

@@ -150,6 +150,11 @@ class SchedulerConfig:
     ageing_s: float = 10.0
     """Waiting this long raises a request by one priority level."""
 
+    urgent_kv_reserve: float = 0.125
+    """Share of the KV pool that prompts computed for other replicas leave to more urgent ones: they
+    cannot be preempted, since their blocks are being read. One more urgent than any of them may use
+    it, and so may one that is alone."""
+
     pacing: bool = True
     """Let the targets of requests decide how much prompt a step holds (`scheduling.pacing`), up to
     the limits above. Requests without targets are not affected."""
@@ -169,6 +174,10 @@ class SchedulerConfig:
         _at_least("max_step_tokens", self.max_step_tokens, 1)
         _at_least("max_chunk_tokens", self.max_chunk_tokens, 1)
         _at_least("ageing_s", self.ageing_s, 0.001)
+        if not 0 <= self.urgent_kv_reserve < 1:
+            raise ConfigError(
+                f"urgent_kv_reserve={self.urgent_kv_reserve}: must be 0 or more and below 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ _DECLARED = (
         "tokens",
     ),
     _counter(
-        "vllm:num_preemptions_total", _ENGINE, "Times a running request lost its blocks to another."
+        "vllm:num_preemptions_total", _ENGINE, "Times a running request made way for another."
     ),
     _counter(
         "vllm:request_success_total",

@@ -13,7 +13,7 @@ class State(Enum):
     WAITING ──────┬──────────► RUNNING ──► FINISHED
                   │             ▲  ▲ │
                   ▼             │  │ ▼
-           WAITING_REMOTE_KV ───┘  PREEMPTED
+           WAITING_REMOTE_KV ───┘  PREEMPTED, PARKED
     """
 
     WAITING = "waiting"
@@ -28,14 +28,19 @@ class State(Enum):
     PREEMPTED = "preempted"
     """Back in the queue without blocks. Nothing that was generated is lost."""
 
+    PARKED = "parked"
+    """Prefill role: made way for somebody more urgent. It keeps its blocks, which are being read
+    from outside, and goes on where it was."""
+
     FINISHED = "finished"
 
 
 _NEXT: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.WAITING_REMOTE_KV, State.FINISHED}),
     State.WAITING_REMOTE_KV: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
-    State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.PARKED, State.FINISHED}),
     State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
+    State.PARKED: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
 
@@ -72,6 +77,9 @@ class Tracked:
 
     hold_until: float | None = None
     """Prefill role: deadline of the lease on its blocks."""
+
+    parked_at: float = 0.0
+    """When it gave its slot up last, if it is parked."""
 
     state: State = State.WAITING
     level: int = 0
@@ -140,7 +148,13 @@ class Tracked:
 
     @property
     def preemptible(self) -> bool:
+        """It may lose slot and blocks."""
         return self.hold_until is None and self.request.preemptible
+
+    @property
+    def parkable(self) -> bool:
+        """It may lose its slot, and no more: its prompt is not whole yet."""
+        return self.hold_until is not None and self.request.preemptible and not self.ending
 
     @property
     def rank(self) -> tuple[int, int]:

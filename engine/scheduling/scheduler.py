@@ -9,6 +9,11 @@ for each other for ever. When a running request cannot get its next block, the l
 (it may be the same) gives all of its blocks up and goes back to the queue; it keeps its tokens, and
 most of its KV is usually still in the prefix cache when it returns.
 
+A prompt that is computed for another replica is read from its blocks while it grows, so it never
+gives them up. It is parked instead: somebody more urgent takes its slot, and it goes on later. That
+more urgent prompts find blocks, such work leaves `urgent_kv_reserve` of the pool free, unless it is
+more urgent itself than any of its kind.
+
 A plan may be made ahead, while the pass before it still runs, on what is sure of that pass: how far
 it computes, and that each request it samples for has one token more, whichever it is (`PENDING`),
 and does not end with it unless by its length. Who ends all the same is computed for nothing, and
@@ -169,6 +174,7 @@ class Scheduler:
         self._entitled: dict[RequestId, Tracked] = {}  # not preemptible, never admitted yet
         self._remote: dict[RequestId, Tracked] = {}  # in WAITING_REMOTE_KV
         self._running: list[Tracked] = []  # by rank
+        self._parked: dict[RequestId, Tracked] = {}  # without a slot, blocks kept
         self._reservations: dict[RequestId, Reservation] = {}  # not yet taken
         self._aged: list[tuple[RequestId, int]] = []  # not yet taken
         self.num_stages = 1
@@ -200,8 +206,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks, preempted ones included."""
-        return len(self._waiting)
+        """Requests without a slot, preempted and parked ones included."""
+        return len(self._waiting) + len(self._parked)
 
     @property
     def num_waiting_remote(self) -> int:
@@ -222,7 +228,7 @@ class Scheduler:
         """
         return (
             bool(self._flights)
-            or any(not tracked.paused for tracked in self._running)
+            or any(not t.paused for t in (*self._running, *self._parked.values()))
             or self._waiting.most_urgent() is not None
         )
 
@@ -249,9 +255,10 @@ class Scheduler:
         remote: its KV will be imported. It is admitted like any other, at once if nobody waits
         ahead, and announced by `take_reservations`; then `kv_arrived` or `kv_failed` lets it run.
 
-        hold_until: prefill role. The request finishes with its first token and cannot be preempted;
-        from admission on its blocks are leased under its own id until that deadline. The lease
-        outlives the request, unless that is ended from outside before.
+        hold_until: prefill role. The request finishes with its first token and keeps its blocks
+        until then, though it may lose its slot for a while; from admission on they are leased under
+        its own id until that deadline. The lease outlives the request, unless that is ended from
+        outside before.
 
         Raises `RequestError` when the request could never run, `Overloaded` when the queue is full.
         """
@@ -397,11 +404,13 @@ class Scheduler:
         """
         assert len(self._flights) < max(2, self.num_stages), "too many plans are in flight"
         step = self._begin_step(now)
+        self._unpark(step, before_newcomers=True)
         self._plan_running(step)
         # Blocks taken from one request to keep others running are not for a newcomer, unless
         # nobody is left to use them.
         if not step.preempted or not step.scheduled:
             self._plan_waiting(step)
+        self._unpark(step, before_newcomers=False)
         if step.premature or not step.scheduled:
             return None
         plan = StepPlan(
@@ -494,12 +503,13 @@ class Scheduler:
         running = {tracked.request_id for tracked in self._running}
         assert len(waiting) == len(self._waiting), "the queue miscounts"
         assert len(running) == len(self._running), "a request runs twice"
-        assert self._requests.keys() == waiting | running | self._remote.keys(), "a request is lost"
-        assert len(waiting) + len(running) + len(self._remote) == len(self._requests), (
+        remote, parked = self._remote.keys(), self._parked.keys()
+        assert self._requests.keys() == waiting | running | remote | parked, "a request is lost"
+        assert len(waiting) + len(running) + len(remote) + len(parked) == len(self._requests), (
             "a request is in two places"
         )
         assert self._running == sorted(self._running, key=lambda t: t.rank), "running out of order"
-        assert self.blocks.request_ids == running | self._remote.keys() | self._deferred.keys(), (
+        assert self.blocks.request_ids == running | remote | parked | self._deferred.keys(), (
             "blocks are held for a request that is not admitted"
         )
         assert self._entitled.keys() <= waiting, "a slot is due to one that has it or is gone"
@@ -522,6 +532,9 @@ class Scheduler:
                 assert not tracked.entered, f"{request_id}: the executor keeps it while it waits"
             else:
                 admitted = State.RUNNING if request_id in running else State.WAITING_REMOTE_KV
+                if request_id in parked:
+                    admitted = State.PARKED
+                    assert not tracked.entered, f"{request_id}: the executor keeps it while parked"
                 assert tracked.state is admitted, f"{request_id}: state"
                 held = len(self.blocks.table(request_id)) * self.blocks.config.block_tokens
                 assert tracked.first_planned <= held, f"{request_id}: computed beyond its blocks"
@@ -676,25 +689,35 @@ class Scheduler:
             t
             for t in self._running
             # A paused one makes way for its equals: a slow reader stalls only itself.
-            if t.preemptible
-            and (t.level > priority or (t.paused and t.request.priority >= priority))
+            if (
+                t.preemptible
+                and (t.level > priority or (t.paused and t.request.priority >= priority))
+            )
+            or (t.parkable and t.level > priority)
         ]
         if tracked.request_id in step.preempted:
             return False
+        if self._outranks_held(priority) and self._admit(tracked, step):
+            return True  # the first in the queue had to leave blocks for this one
         if not victims or not self._has_slot(freeing=len(victims)):
+            return False
+        if not self._leaves_reserve(tracked, step.now):
             return False
         if not self.blocks.fits(
             tracked.known,
             tracked.request.salt,
             len(tracked.known),
-            freeing=[t.request_id for t in victims],
+            freeing=[t.request_id for t in victims if t.preemptible],
         ):
             return False
         if step.ahead:
             step.premature = True
             return False
         for victim in sorted(victims, key=lambda t: (t.level, t.paused, t.arrival), reverse=True):
-            self._preempt(victim, step)
+            if victim.preemptible:
+                self._preempt(victim, step)
+            elif not self._has_slot():
+                self._park(victim, step)
             if self._admit(tracked, step):
                 return True
         return False
@@ -768,6 +791,8 @@ class Scheduler:
     def _reserve(self, tracked: Tracked, now: float) -> bool:
         """Admit a waiting request if there are blocks for all it knows."""
         request_id, known = tracked.request_id, tracked.known
+        if not self._leaves_reserve(tracked, now):
+            return False
         num_cached = self.blocks.allocate(
             request_id,
             known,
@@ -819,6 +844,60 @@ class Scheduler:
         self._preempted.append(victim.request_id)
         self.num_preemptions += 1
 
+    def _park(self, victim: Tracked, step: _Step) -> None:
+        step.drop(victim)
+        victim.move(State.PARKED)
+        victim.parked_at = step.now
+        self._running.remove(victim)
+        self._parked[victim.request_id] = victim
+        self._leave(victim)
+        self._preempted.append(victim.request_id)
+        self.num_preemptions += 1
+
+    def _unpark(self, step: _Step, *, before_newcomers: bool) -> None:
+        """Give free slots back, the most urgent first. Time without one counts like time in the
+        queue. Newcomers that are more urgent come first, and what they leave is for the parked: the
+        blocks that a newcomer waits for may be theirs."""
+        if not self._parked or step.premature:
+            return
+        urgent = self._waiting.most_urgent() if before_newcomers else None
+        parked = [(self._parked_level(t, step.now), t) for t in self._parked.values()]
+        for level, tracked in sorted(parked, key=lambda each: (each[0], each[1].arrival)):
+            if not self._has_slot() or (urgent is not None and urgent.request.priority < level):
+                return
+            if tracked.paused:
+                continue
+            del self._parked[tracked.request_id]
+            tracked.level = level
+            tracked.move(State.RUNNING)
+            insort(self._running, tracked, key=lambda t: t.rank)
+            if not before_newcomers and (share := self._share(tracked, step)) > 0:
+                step.schedule(tracked, share)
+
+    def _parked_level(self, tracked: Tracked, now: float) -> int:
+        waited_s = max(0.0, now - tracked.parked_at)
+        return tracked.level - int(waited_s // self.config.ageing_s)
+
+    def _held(self) -> Iterable[Tracked]:
+        """Admitted prompts for other replicas that are not whole yet."""
+        for tracked in (*self._running, *self._parked.values()):
+            if tracked.hold_until is not None:
+                yield tracked
+
+    def _outranks_held(self, level: int) -> bool:
+        return any(t.level > level for t in self._held())
+
+    def _leaves_reserve(self, tracked: Tracked, now: float) -> bool:
+        """May this one have its blocks, for all that more urgent prompts may need soon?"""
+        pool = self.blocks.config
+        reserve = int(self.config.urgent_kv_reserve * (pool.num_blocks - 1))
+        if tracked.hold_until is None or not reserve or next(iter(self._held()), None) is None:
+            return True
+        if self._outranks_held(self._waiting.aged_priority(tracked, now)):
+            return True
+        num_tokens = len(tracked.known) + reserve * pool.block_tokens
+        return self.blocks.fits(tracked.known, tracked.request.salt, num_tokens)
+
     def _append(self, tracked: Tracked, token: SampledToken) -> Committed:
         finish = tracked.append(token.token_id, self._eos_token_ids)
         if finish is not None:
@@ -841,6 +920,8 @@ class Scheduler:
         del self._requests[request_id]
         if tracked.state is State.RUNNING:
             self._running.remove(tracked)
+        elif tracked.state is State.PARKED:
+            del self._parked[request_id]
         elif tracked.state is State.WAITING_REMOTE_KV:
             del self._remote[request_id]
             self._reservations.pop(request_id, None)

@@ -7,6 +7,7 @@ as codes: each token's head is rounded by itself, so that nothing else decides w
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, replace
 
@@ -240,6 +241,44 @@ async def test_prefill_elsewhere_split_at_any_token_changes_nothing(
         built.engine.check()
         stats = built.engine.stats()
         assert (stats.num_held_blocks, stats.num_leases) == (0, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_prompt_that_is_parked_on_its_way_changes_nothing(model, alone, overlap):
+    prefill = build(
+        model,
+        page=8,
+        max_running_requests=1,
+        max_step_tokens=7,
+        max_chunk_tokens=7,
+        overlap=overlap,
+    )
+    decode = build(model, page=8)
+    parked = 0
+    for request in workload():
+        long = len(request.prompt_ids) > 40
+        pulled = asyncio.create_task(pull(prefill, decode, replace(request, priority=30)))
+        for _ in range(3):  # the first chunks are on their way
+            await asyncio.sleep(0)
+        if long:
+            ids = tuple(reversed(request.prompt_ids))
+            urgent = replace(request, request_id="urgent", prompt_ids=ids)
+            prefill.engine.submit(urgent, hold_s=60.0)
+        answer, error = await pulled
+        assert error is None
+        if long:
+            prefill.engine.cancel("urgent")
+            prefill.engine.release("urgent")
+        parked += prefill.engine.stats().num_preemptions
+        finish(decode, {request.request_id: answer})
+        assert (answer.tokens, answer.text) == (
+            alone[request.request_id].tokens,
+            alone[request.request_id].text,
+        )
+    assert parked > 0
+    prefill.engine.check()
+    stats = prefill.engine.stats()
+    assert (stats.num_held_blocks, stats.num_leases) == (0, 0)
 
 
 def drop_second():

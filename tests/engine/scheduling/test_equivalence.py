@@ -507,7 +507,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(c.token_ids) <= 5 for c in self.plan.chunks)
         assert len({c.request_id for c in self.plan.chunks}) == len(self.plan.chunks)
         assert self.scheduler.num_running + self.scheduler.num_waiting_remote <= 3
-        assert not self.held & set(self.plan.preempted)
+        for request_id in self.held & set(self.plan.preempted):  # parked, its blocks are read
+            assert self.scheduler.blocks.holds(request_id)
         self.result = self.executor.execute(self.plan)
 
     @precondition(lambda self: self.plan is not None)

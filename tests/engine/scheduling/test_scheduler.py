@@ -790,13 +790,89 @@ def test_a_held_request_ends_after_one_token_and_leaves_a_lease():
     assert s.blocks.num_held_blocks == 0
 
 
-def test_a_held_request_is_not_preempted():
+def test_a_held_request_gives_its_slot_to_a_more_urgent_one_and_keeps_its_blocks():
+    s = make_scheduler(max_running_requests=1, max_chunk_tokens=4)
+    s.add(make_request("p", 8, priority=9), 0.0, hold_until=30.0)
+    step(s)
+    blocks = s.blocks.table("p")
+    s.add(make_request("peer", 4, priority=9), 0.0, hold_until=30.0)
+    s.add(make_request("urgent", 6, priority=0), 0.0, hold_until=30.0)
+    plan = step(s)
+    assert (plan.preempted, plan.left, shape(plan)) == (("p",), ("p",), [("urgent", 0, 4)])
+    assert (s.num_running, s.num_waiting, s.num_preemptions) == (1, 2, 1)
+    assert s.blocks.table("p") == s.blocks.leased_table("p") == blocks
+    assert shape(step(s)) == [("urgent", 4, 2)]
+    # It goes on where it was, before its peers.
+    plan = step(s)
+    assert (ids(plan.entered), shape(plan)) == (["p"], [("p", 4, 4)])
+    assert plan.chunks[0].blocks == blocks
+    assert shape(step(s)) == [("peer", 0, 4)]
+
+
+@pytest.mark.parametrize("preemptible", [True, False])
+def test_a_held_request_keeps_its_slot_from_its_equals_and_if_it_may_not_be_preempted(preemptible):
+    s = make_scheduler(max_running_requests=1, max_chunk_tokens=4)
+    held = replace(make_request("p", 8, priority=9), preemptible=preemptible)
+    s.add(held, 0.0, hold_until=30.0)
+    step(s)
+    s.add(make_request("other", 4, priority=9 if preemptible else 0), 0.0, hold_until=30.0)
+    plan = step(s)
+    assert (plan.preempted, shape(plan)) == ((), [("p", 4, 4)])
+
+
+def test_a_parked_request_ages_and_gets_its_slot_before_a_flood_of_urgent_ones():
+    s = make_scheduler(max_running_requests=1, max_chunk_tokens=4, ageing_s=2.0)
+    s.add(make_request("p", 8, priority=3), 0.0, hold_until=30.0)
+    step(s)
+    for turn in range(12):
+        s.add(make_request(f"urgent{turn}", 4, priority=0), float(turn), hold_until=30.0)
+        if "p" in ids(step(s, float(turn)).chunks):
+            break
+    assert turn == 6
+    assert "p" not in s
+
+
+def test_a_parked_request_runs_when_nobody_more_urgent_can():
+    """Those wait for blocks, and it holds them."""
+    s = make_scheduler(num_blocks=5, max_running_requests=2, max_chunk_tokens=4)
+    s.add(make_request("p", 12, priority=9), 0.0, hold_until=30.0)
+    step(s)
+    s.add(make_request("small", 4, priority=0), 0.0, hold_until=30.0)
+    s.config = replace(s.config, max_running_requests=1)
+    assert shape(step(s)) == [("small", 0, 4)]
+    s.add(make_request("large", 15, priority=0), 0.0, hold_until=30.0)
+    assert [shape(step(s)) for _ in range(2)] == [[("p", 4, 4)], [("p", 8, 4)]]
+
+
+def test_a_parked_request_that_is_cancelled_leaves_nothing_behind():
     s = make_scheduler(max_running_requests=1, max_chunk_tokens=4)
     s.add(make_request("p", 8, priority=9), 0.0, hold_until=30.0)
     step(s)
     s.add(make_request("urgent", 4, priority=0), 0.0)
+    step(s)
+    assert s.cancel("p")
+    s.check()
+    assert (s.num_waiting, s.blocks.num_leases, s.blocks.num_held_blocks) == (0, 0, 1)
+
+
+def test_held_requests_leave_blocks_to_more_urgent_ones():
+    s = make_scheduler(num_blocks=9, max_chunk_tokens=2, urgent_kv_reserve=0.25)
+    s.add(make_request("b1", 12, priority=9), 0.0, hold_until=30.0)
+    s.add(make_request("b2", 12, priority=9), 0.0, hold_until=30.0)
+    s.add(make_request("b3", 4, priority=9), 0.0, hold_until=30.0)
+    # Six of eight blocks are theirs, two are left.
+    assert ids(step(s).chunks) == ["b1", "b2"]
+    s.add(make_request("urgent", 8, priority=0), 0.0, hold_until=30.0)
     plan = step(s)
-    assert (plan.preempted, shape(plan)) == ((), [("p", 4, 4)])
+    assert plan.preempted == ()
+    assert "urgent" in ids(plan.chunks)
+    assert s.blocks.num_free_blocks == 0
+
+
+def test_a_held_request_that_is_alone_may_have_all_blocks():
+    s = make_scheduler(num_blocks=9, urgent_kv_reserve=0.25)
+    s.add(make_request("p", 31, priority=9), 0.0, hold_until=30.0)
+    assert ids(step(s).chunks) == ["p"]
 
 
 def test_cancelling_a_held_request_ends_its_lease_too():
