@@ -96,10 +96,9 @@ class EngineHost:
 
     def reconfigure(self, settings: PoolSettings) -> None:
         """Raises ConfigError, and changes nothing, for what this engine cannot do."""
-        if self.built is not None:
-            self.built.engine.reconfigure(settings.scheduler())
-            if self.built.ranks is not None:
-                self.built.ranks.silence_s = settings.rank_silence_s
+        self.engine.reconfigure(settings.scheduler())
+        if self.built is not None and self.built.ranks is not None:
+            self.built.ranks.silence_s = settings.rank_silence_s
         self.step_limit_s = settings.step_limit_s
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.outputs import EngineStats, StepOutput
 from engine.request import Request, RequestId
 from engine.scheduling.scheduler import Reservation
@@ -18,6 +18,7 @@ class EngineLike(Protocol):
     tokenizer: Tokenizer
     max_context_tokens: int
 
+    def reconfigure(self, config: SchedulerConfig) -> None: ...
     def submit(
         self, request: Request, *, remote: bool = False, hold_s: float | None = None
     ) -> Reservation | None: ...

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import Overloaded
 from engine.outputs import EngineStats, Output, StepOutput
 from engine.request import FinishReason, Request, RequestId, SampledToken
@@ -59,6 +59,13 @@ class SyntheticEngine:
 
     _arrivals: int = 0
     _preemptions: int = 0
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Apply new limits from the next tick on; who has a slot keeps it."""
+        with self._lock:
+            self.config = replace(self.config, scheduler=config)
+            self._changed = True
+        self._work.set()
 
     def submit(
         self, request: Request, *, remote: bool = False, hold_s: float | None = None

@@ -77,3 +77,16 @@ def test_it_is_full_when_as_many_wait_as_may():
     submit(engine, "b")
     with pytest.raises(Overloaded, match="1 requests are running and 1 wait"):
         submit(engine, "c")
+
+
+def test_new_limits_hold_from_the_next_tick_on_and_who_has_a_slot_keeps_it():
+    engine = build(1)
+    for name in ("a", "b", "c"):
+        submit(engine, name)
+    assert [output.request_id for output in engine.step().outputs] == ["a"]
+    engine.reconfigure(SchedulerConfig(max_running_requests=2, max_waiting_requests=1))
+    assert [output.request_id for output in engine.step().outputs] == ["a", "b"]
+    with pytest.raises(Overloaded):
+        submit(engine, "d")
+    engine.reconfigure(SchedulerConfig(max_running_requests=1))
+    assert ticks(engine) == [["a", "b"], ["b"], ["c"], ["c"], ["c"]]

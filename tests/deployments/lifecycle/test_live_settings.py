@@ -68,6 +68,15 @@ async def test_fewer_slots_end_no_stream_and_hold_new_ones_back(local_cluster):
     await settled(cluster)
 
 
+async def test_an_engine_that_computes_nothing_takes_new_limits_too(local_cluster):
+    """Serve gives a replica its settings once it is built: what it was built with is not theirs."""
+    cluster = local_cluster("synthetic", prefill=False)
+    decode = await cluster.add_decode("d0")
+    decode.apply(changed(cluster, max_running_requests=3, max_waiting_requests=5))
+    limits = decode.host.engine.config.scheduler
+    assert (limits.max_running_requests, limits.max_waiting_requests) == (3, 5)
+
+
 async def test_what_is_worth_sending_away_changes_at_once(local_cluster):
     cluster = local_cluster()
     await cluster.add_prefill("p0")
