@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployments.admission.queue import Action, AdmissionQueue, Granted, QueueLimits, Refused
 from deployments.admission.tiers import TierRule, TierTable
@@ -240,6 +242,38 @@ def test_more_urgent_prompts_hold_back_and_a_prompt_beyond_the_budget_goes_alone
     pool = Pool(8, max_prefilling_tokens=100)
     pool.report("d0", 0.0, prefilling_tokens=((30, 90),), prefill_replicas=1)
     assert len(pool.ask("default", prompt=500, tokens=510)) == 1
+
+
+@given(
+    under_way=st.lists(
+        st.tuples(st.sampled_from(["priority", "default", "batch"]), st.integers(1, 60)), max_size=5
+    ),
+    asks=st.lists(
+        st.tuples(st.sampled_from(["priority", "default", "batch"]), st.integers(1, 60)), max_size=8
+    ),
+)
+def test_each_rank_fills_the_prefill_pool_to_its_budget_whatever_is_below(
+    under_way: list[tuple[str, int]], asks: list[tuple[str, int]]
+) -> None:
+    pool = Pool(100, max_prefilling_tokens=100)
+    reported = tuple((RANKS[tier], tokens) for tier, tokens in under_way)
+    pool.report("d0", 0.0, prefilling_tokens=reported, prefill_replicas=1)
+    taken = [*reported]
+    waiting: set[int] = set()
+    for tier, prompt in asks:
+        rank = RANKS[tier]
+        before = sum(tokens for other, tokens in taken if other <= rank)
+        fits = (before == 0 or before + prompt <= 100) and rank not in waiting
+        # Behind one of its own or a more urgent rank nobody passes.
+        fits = fits and all(other > rank for other in waiting)
+        granted = [
+            a for a in pool.ask(tier, prompt=prompt, tokens=prompt) if isinstance(a, Granted)
+        ]
+        assert len(granted) == fits
+        if fits:
+            taken.append((rank, prompt))
+        else:
+            waiting.add(rank)
 
 
 def test_what_is_overdue_behind_its_own_prompts_holds_nobody_up() -> None:
