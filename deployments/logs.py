@@ -87,8 +87,12 @@ def request_line(record: RequestRecord, prompt: bytes | None = None) -> dict[str
             line["migrations"] = sum(leg.end == "lost" for leg in legs)
     if record.spans:
         line["external_ms"] = _ms(sum(span.duration_s for span in record.spans))
-    if record.notes:
-        line["notes"] = [note.kind for note in record.notes]
+    degraded = [note.detail["action"] for note in record.notes if note.kind == "degraded"]
+    if degraded:
+        line["degraded"] = degraded
+    others = [note.kind for note in record.notes if note.kind != "degraded"]
+    if others:
+        line["notes"] = others
     if record.trace is not None:
         line["trace_id"] = record.trace[0]
     if prompt is not None:

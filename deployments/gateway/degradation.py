@@ -10,7 +10,8 @@ pressure = wait of late / queue target
 ```
 
 A request gets everything up to the step its tier is on. What was done is told in the header
-`x-tailrace-degraded`, in a metric, in the request's log line and in explain.
+`x-tailrace-degraded` of whatever is answered, in a metric, in the request's log line (`degraded`)
+and in explain. A request that is refused because it is optional counts as `drop_extras`.
 """
 
 from __future__ import annotations

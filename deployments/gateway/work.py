@@ -141,8 +141,8 @@ class Generation:
         self._waits: Waits | None = None
         """Where the wait for a grant is noted, if its tier has a ladder."""
 
-        self._shed_s: float | None = None
-        """The wait for which it is refused, once it is counted as offered."""
+        self._shed: Overloaded | None = None
+        """For which it is refused, once it is counted as offered."""
 
         self._told_degraded: tuple[tuple[bytes, bytes], ...] = ()
         self._quota: Quota | None = None
@@ -262,8 +262,8 @@ class Generation:
         self._series, self._model = state.meter.of(model, plan.tier), model
         self._series.offered.inc()
         self._inflight(+1)
-        if self._shed_s is not None:
-            raise _shed(self._shed_s)
+        if self._shed is not None:
+            raise self._shed
         targets = self._config.tiers[plan.tier]
         self._be_patient(plan.stream)
         # The longest wait is the queue's to end; from the grant on the answer has its own limit.
@@ -295,7 +295,7 @@ class Generation:
             await self._answer(self._tally)
 
     async def _degrade(self, plan: Plan, identity: Identity, body: bytes) -> Plan:
-        """Give up what the tier's ladder says at the pressure of now; `_shed_s` to give up all."""
+        """Give up what the tier's ladder says at the pressure of now; `_shed` to give up all."""
         state, name, tier = self._state, plan.tier, self._config.tiers[plan.tier]
         model, now_s = plan.info.name, time.monotonic()
         self._waits, ladder = state.pressures.of(model, name)
@@ -305,18 +305,21 @@ class Generation:
         if not steps:
             return plan
 
+        done: list[str] = []
+
         def did(action: Action) -> None:
             state.pressures.count(model, name, action)
             detail = {"action": action, "pressure": round(pressure, 2)}
             self._record.notes.append(Note(time.monotonic(), "degraded", detail))
+            done.append(action)
+            self._told_degraded = ((b"x-tailrace-degraded", ", ".join(done).encode()),)
 
         for step in steps:
             optional = plan.extension is not None and plan.extension.optional
             if step.action == "shed" or (step.action == "drop_extras" and optional):
-                did("shed")
-                self._shed_s = wait_s
+                did(step.action)
+                self._shed = _refused(wait_s, optional=step.action != "shed")
                 return plan
-        done: list[str] = []
         # The model first: its plan is a new one, and the other steps change that.
         for step in sorted(steps, key=lambda step: step.action != "model"):
             before = plan
@@ -337,11 +340,8 @@ class Generation:
                 plan = plan.without_extras()
             if plan is not before:
                 did(step.action)
-                done.append(step.action)
         # Who was sent elsewhere waits there: its wait is no pressure on the tier that it left.
         self._waits, _ = state.pressures.of(plan.info.name, plan.tier)
-        if done:
-            self._told_degraded = ((b"x-tailrace-degraded", ", ".join(done).encode()),)
         return plan
 
     async def _follow(self, plan: Plan, take: Take) -> None:
@@ -528,8 +528,8 @@ class Generation:
     async def _fail(self, error: BaseException) -> None:
         failure = describe(error, self._call.request_id)
         self._record_failure(failure)
-        if self._quota is not None:
-            failure = replace(failure, headers=(*failure.headers, *self._quota.headers))
+        told = () if self._quota is None else self._quota.headers
+        failure = replace(failure, headers=(*failure.headers, *told, *self._told_degraded))
         if self._complete:
             return
         self._complete = True
@@ -762,9 +762,11 @@ def _seconds(value: bytes) -> float | None:
     return seconds - min(HEADROOM * seconds, 0.1)
 
 
-def _shed(wait_s: float) -> Overloaded:
+def _refused(wait_s: float, *, optional: bool) -> Overloaded:
+    """By a ladder. `optional`: because the client can do without it."""
+    what = "it refuses what clients call optional" if optional else "it sheds load"
     return Overloaded(
-        f"requests of this tier wait {wait_s:.1f} s for a slot, and it sheds load until that is "
+        f"requests of this tier wait {wait_s:.1f} s for a slot, and {what} until that is "
         "shorter: try again later",
         code="slow_down",
         retry_after_s=min(max(wait_s, 1.0), 60.0),

@@ -93,6 +93,9 @@ def test_a_line_has_what_became_of_the_request_and_where_its_time_went() -> None
     }
 
 
+TOLD = ("code", "external_ms", "migrations", "notes", "degraded")
+
+
 def test_what_applies_is_added_and_the_tenant_is_a_hash() -> None:
     told = record(
         salt="secret salt",
@@ -100,17 +103,22 @@ def test_what_applies_is_added_and_the_tenant_is_a_hash() -> None:
         status=503,
         code="no_replicas",
         spans=(ExternalSpan(name="x", kind="tool", before_s=2.0, duration_s=1.5),),
-        notes=[Note(1.0, "degraded", {})],
+        notes=[
+            Note(1.0, "degraded", {"action": "model", "pressure": 4.0}),
+            Note(1.5, "routed", {}),
+            Note(2.0, "degraded", {"action": "shorten", "pressure": 4.0}),
+        ],
         trace=("ab" * 16, "cd" * 8, None, True),
     )
     told.legs.append(told.legs[0])
     told.legs[0] = replace(told.legs[0], end="lost")
     line = request_line(told)
-    assert {name: line[name] for name in ("code", "external_ms", "migrations", "notes")} == {
+    assert {name: line[name] for name in TOLD} == {
         "code": "no_replicas",
         "external_ms": 1500.0,
         "migrations": 1,
-        "notes": ["degraded"],
+        "notes": ["routed"],
+        "degraded": ["model", "shorten"],
     }
     assert line["trace_id"] == "ab" * 16
     assert line["tenant"] == tenant_of("secret salt") != "secret salt"

@@ -6,7 +6,8 @@ from pydantic import ValidationError
 
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.degradation import HOLD_S, Ladder, Step, Waits, check_ladder
-from engine.errors import ConfigError
+from deployments.logs import request_line
+from engine.errors import ConfigError, Overloaded
 
 STEPS = (
     Step(action="shorten", above=2, max_tokens=10),
@@ -198,7 +199,13 @@ async def test_load_is_shed_at_last_and_optional_work_before(gateway):
     shed = await gateway.post(PATH, body())
     assert (shed.status, shed.error["code"]) == (429, "slow_down")
     assert int(shed.headers["retry-after"]) >= 8
-    assert gateway.state.pressures.done == {("tiny", "default", "shed"): 2}
+    assert refused.headers["x-tailrace-degraded"] == "drop_extras"
+    assert "refuses what clients call optional" in refused.error["message"]
+    assert shed.headers["x-tailrace-degraded"] == "shed"
+    assert gateway.state.pressures.done == {
+        ("tiny", "default", "drop_extras"): 1,
+        ("tiny", "default", "shed"): 1,
+    }
     # Who is turned away was offered to that model, and its targets were missed.
     offered, missed = (
         {
@@ -219,6 +226,39 @@ async def test_what_was_done_is_in_the_explanation(gateway):
     await gateway.settle()
     told = await gateway.raw("GET", "/tailrace/explain/short")
     assert told.json()["degradations"][0]["action"] == "shorten"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_done_is_told_with_a_failure_too(gateway, stream):
+    gateway.state.apply(ladder({"action": "shorten", "above": 2, "max_tokens": 10}))
+    gateway.backend.script = lambda request, n: [Overloaded("no room", code="queue_timeout")]
+    press(gateway, 4.0)
+    failed = await gateway.post(PATH, body(stream=stream))
+    assert (failed.status, failed.error["code"]) == (429, "queue_timeout")
+    assert failed.headers["x-tailrace-degraded"] == "shorten"
+
+
+async def test_the_log_line_names_each_thing_that_was_given_up(gateway):
+    steps = (
+        {"action": "shorten", "above": 2, "max_tokens": 10},
+        {"action": "drop_extras", "above": 3},
+        {"action": "shed", "above": 8},
+    )
+    gateway.state.apply(ladder(*steps))
+    lines = []
+    gateway.state.lines.write = lambda record, body: lines.append(request_line(record))
+    await gateway.post(PATH, body(n=2))
+    for wait_s, fields in ((4.0, {"n": 2}), (4.0, {"tailrace": {"optional": True}}), (40.0, {})):
+        press(gateway, wait_s)
+        await gateway.post(PATH, body(**fields))
+    await gateway.settle()
+    assert [line.get("degraded") for line in lines] == [
+        None,
+        ["shorten", "drop_extras"],
+        ["drop_extras"],
+        ["shed"],
+    ]
+    assert all("notes" not in line for line in lines)
 
 
 @pytest.mark.parametrize(
