@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Quota(_Strict):
-    """Limits that all requests of one owner share. Null: none."""
+    """Limits that all requests of one owner share. Null: none, if nothing else is said."""
 
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -34,7 +34,15 @@ class Quota(_Strict):
 
     retries_per_minute: int | None = Field(default=None, ge=0)
     """Requests that a client says are repetitions (`x-stainless-retry-count`), so that a storm of
-    them cannot push first attempts out."""
+    them cannot push first attempts out. Null: a quarter of `requests_per_minute`, one at least,
+    where that is set; as many as that turns the limit off."""
+
+    @property
+    def most_retries(self) -> int | None:
+        """Retries a minute, the default included. None: as many as come."""
+        if self.retries_per_minute is not None or self.requests_per_minute is None:
+            return self.retries_per_minute
+        return max(1, self.requests_per_minute // 4)
 
 
 class Ceilings(_Strict):
@@ -82,6 +90,8 @@ class Key(Rights, Quota):
     so a fast hash gives nothing away."""
 
     tenant: Name = DEFAULT_TENANT
+    """Where any tenants are declared this must be one of them, `default` too."""
+
     expires: datetime | None = None
     """With its time zone."""
 

@@ -62,8 +62,8 @@ class Identity:
         """What a request takes. `tokens`: prompt and all the output it may get."""
         out: list[Claim] = []
         for owner, quota in self.quotas:
-            if retry and quota.retries_per_minute is not None:
-                out.append(Claim(owner, "retries", quota.retries_per_minute, 1))
+            if retry and quota.most_retries is not None:
+                out.append(Claim(owner, "retries", quota.most_retries, 1))
             if quota.requests_per_minute is not None:
                 out.append(Claim(owner, "requests", quota.requests_per_minute, 1))
             if quota.tokens_per_minute is not None:
@@ -83,14 +83,15 @@ class KeyRing:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.time) -> None:
         """`clock`: Unix seconds, for keys that expire.
 
-        Raises ConfigError for a key of a tenant that is not declared where others are: with a slip
-        of the pen it would be a tenant without limits.
+        Raises ConfigError for a key of a tenant that is not declared where others are, `default`
+        too: with a slip of the pen, or no pen at all, it would be a tenant without limits.
         """
-        declared = {DEFAULT_TENANT, *directory.tenants}
+        declared = directory.tenants
         for key in directory.keys:
-            if directory.tenants and key.tenant not in declared:
+            if declared and key.tenant not in declared:
+                unnamed = "" if "tenant" in key.model_fields_set else " (it names none)"
                 raise ConfigError(
-                    f"key {key.id!r}: there is no tenant {key.tenant!r}; tenants are: "
+                    f"key {key.id!r}: there is no tenant {key.tenant!r}{unnamed}; tenants are: "
                     f"{', '.join(sorted(declared))}; correct it, or add the tenant"
                 )
         self._clock = clock

@@ -242,7 +242,7 @@ async def test_requests_of_others_are_not_explained(gateway):
 
 async def test_requests_that_failed_early_are_their_tenants_and_strangers_nobodys(gateway):
     keys = [*config()["keys"], {"id": "kd", "sha256": hash_key("tr-key-d")}]
-    gateway.state.apply({**config(), "keys": keys})
+    gateway.state.apply({**config({"default": {}}), "keys": keys})
     refused = await gateway.post(PATH, body(model="gone"), headers=auth("a"))
     stranger = await gateway.post(PATH, body(), headers={"x-request-id": "stranger"})
     assert (refused.status, stranger.status) == (404, 401)

@@ -109,11 +109,46 @@ def test_a_key_of_a_tenant_that_nobody_declared_is_refused_where_tenants_are_dec
             "tenants": {"team": {"tokens_per_minute": 100}},
         }
     )
-    with pytest.raises(ConfigError, match=r"'one': there is no tenant 'taem'.*default, team"):
+    with pytest.raises(ConfigError, match=r"'one': there is no tenant 'taem'; tenants are: team"):
         KeyRing(written)
     # Where none are, a tenant is only a name to count under.
     bare = Directory(keys=written.keys)
     assert KeyRing(bare).identify(bearer(KEY)).tenant == "taem"
+
+
+def test_a_key_whose_tenant_was_forgotten_does_not_escape_the_tenants_limits():
+    written = {
+        "keys": [{"id": "one", "sha256": hash_key(KEY)}],
+        "tenants": {"team": {"tokens_per_minute": 100}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"'one': there is no tenant 'default' \(it names"
+    ) as told:
+        KeyRing(Directory.model_validate(written))
+    assert hash_key(KEY) not in str(told.value)
+    written["tenants"]["default"] = {"tokens_per_minute": 10}
+    identity = KeyRing(Directory.model_validate(written)).identify(bearer(KEY))
+    assert identity.claims(tokens=1, retry=False) == [Claim("tenant:default", "tokens", 10, 1)]
+
+
+@pytest.mark.parametrize(
+    ("quota", "retries"),
+    [
+        ({}, None),
+        ({"requests_per_minute": 100}, 25),
+        ({"requests_per_minute": 3}, 1),
+        ({"requests_per_minute": 100, "retries_per_minute": 100}, 100),
+        ({"requests_per_minute": 100, "retries_per_minute": 0}, 0),
+        ({"retries_per_minute": 7}, 7),
+    ],
+)
+def test_retries_are_a_quarter_of_the_requests_unless_it_is_said_otherwise(quota, retries):
+    identity = KeyRing(directory({"team": quota})).identify(bearer(KEY))
+    claims = identity.claims(tokens=1, retry=True)
+    assert [c.limit for c in claims if c.kind == "retries"] == [
+        r for r in [retries] if r is not None
+    ]
+    assert not [c for c in identity.claims(tokens=1, retry=False) if c.kind == "retries"]
 
 
 def test_a_request_takes_from_its_key_and_from_its_tenant():
@@ -214,7 +249,11 @@ def test_a_key_written_where_its_hash_belongs_is_not_repeated(tmp_path):
 
 def test_a_file_and_inline_keys_add_up_and_may_not_contradict(tmp_path):
     path = tmp_path / "keys.yaml"
-    write(path, [{"id": "three", "sha256": hash_key("third")}], {"team": {"weight": 2}})
+    write(
+        path,
+        [{"id": "three", "sha256": hash_key("third"), "tenant": "team"}],
+        {"team": {"weight": 2}},
+    )
     inline = Directory(keys=directory().keys, tenants={"others": Tenant()})
     source = KeySource(inline, str(path))
     assert source.ring.identify(bearer("third")).key_id == "three"
