@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -17,10 +18,11 @@ from starlette.responses import PlainTextResponse, Response
 from deployments.gateway.backend import Backend
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.edge import Edge, FrontDoor, Posts, call_of, read_body
-from deployments.gateway.errors import Failure, describe, refusal, retry_after
+from deployments.gateway.errors import Failure, Headers, describe, refusal, retry_after
 from deployments.gateway.explain_routes import add_explain
 from deployments.gateway.identity.keyring import Identity
 from deployments.gateway.ids import draw_name
+from deployments.gateway.limits.quotas import LimitExceeded
 from deployments.gateway.openai import model_body
 from deployments.gateway.page import add_page
 from deployments.gateway.prepare import (
@@ -78,6 +80,9 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}},
     **_ERRORS,
 }
+
+_WHO = "tailrace.who"
+"""In the scope of a request whose sender is known: the state that knows it."""
 
 _BEHIND_THE_DOOR = AssertionError("`FrontDoor` answers this before any router")
 
@@ -189,7 +194,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
             "tokens": ids,
             "token_strs": strings,
         }
-        return _json(answer)
+        return _json(answer, await _standing(request, state))
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -198,7 +203,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
         body = parse(DetokenizeRequest, await _read(request, state, identity))
         info = await find_model(state.backend, state.config, identity, body.model)
         text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return _json({"prompt": text})
+        return _json({"prompt": text}, await _standing(request, state))
 
     @app.get("/health", responses=_ERRORS)
     async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -233,7 +238,15 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
 
 def identity_of(request: Request, state: GatewayState) -> Identity:
     """Who asks. Raises RequestError (401)."""
-    return state.identify(call_of(request.scope).headers)
+    identity = state.identify(call_of(request.scope).headers)
+    request.scope[_WHO] = state
+    return identity
+
+
+async def _standing(request: Request, state: GatewayState) -> Headers:
+    """How the limits of whoever asks stand now."""
+    identity = identity_of(request, state)
+    return await state.quotas.standing(identity.claims(tokens=0, retry=False))
 
 
 async def _counted(request: Request, state: GatewayState) -> Identity:
@@ -253,8 +266,10 @@ async def _read(request: Request, state: GatewayState, identity: Identity) -> by
     return await read_body(call_of(request.scope), request.receive, limits.max_body_bytes)
 
 
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+def _json(value: Any, headers: Headers = ()) -> Response:
+    response = Response(orjson.dumps(value), media_type="application/json")
+    response.raw_headers.extend(headers)
+    return response
 
 
 def _response(failure: Failure) -> Response:
@@ -264,7 +279,12 @@ def _response(failure: Failure) -> Response:
 
 
 async def _on_engine_error(request: Request, error: Exception) -> Response:
-    return _response(describe(error, call_of(request.scope).request_id))
+    failure = describe(error, call_of(request.scope).request_id)
+    state: GatewayState | None = request.scope.get(_WHO)
+    if state is not None and not isinstance(error, LimitExceeded):
+        told = await _standing(request, state)
+        failure = replace(failure, headers=(*failure.headers, *told))
+    return _response(failure)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

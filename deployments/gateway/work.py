@@ -39,7 +39,7 @@ from deployments.gateway.events import (
     Tokenised,
 )
 from deployments.gateway.identity.keyring import Identity
-from deployments.gateway.limits.quotas import Quota
+from deployments.gateway.limits.quotas import Headers, LimitExceeded, Quota
 from deployments.gateway.measure import (
     UNKNOWN,
     Pace,
@@ -145,6 +145,7 @@ class Generation:
         """For which it is refused, once it is counted as offered."""
 
         self._told_degraded: tuple[tuple[bytes, bytes], ...] = ()
+        self._identity: Identity | None = None
         self._quota: Quota | None = None
         """What it holds of its owners' limits."""
 
@@ -221,7 +222,7 @@ class Generation:
 
     async def _run(self, scope: Scope, receive: Receive) -> None:
         state, call = self._state, self._call
-        identity = state.identify(call.headers)
+        identity = self._identity = state.identify(call.headers)
         self._record.salt = identity.salt
         limits = limits_of(self._config, identity)
         body = await read_body(call, receive, limits.max_body_bytes)
@@ -528,7 +529,7 @@ class Generation:
     async def _fail(self, error: BaseException) -> None:
         failure = describe(error, self._call.request_id)
         self._record_failure(failure)
-        told = () if self._quota is None else self._quota.headers
+        told = await self._standing(error)
         failure = replace(failure, headers=(*failure.headers, *told, *self._told_degraded))
         if self._complete:
             return
@@ -543,6 +544,14 @@ class Generation:
         # A client that reads nothing does not read this either: the server then cuts it off.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(sending, LAST_WORD_S)
+
+    async def _standing(self, error: BaseException) -> Headers:
+        """Of the limits, to tell with a failure: also of one that took nothing of them."""
+        if self._quota is not None:
+            return self._quota.headers
+        if self._identity is None or self.started or isinstance(error, LimitExceeded):
+            return ()
+        return await self._state.quotas.standing(self._identity.claims(tokens=0, retry=False))
 
     @property
     def _phase(self) -> str:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 BUSY_RETRY_S = 1.0
 """Until a place may be free: nobody knows when another request ends."""
 
+SHOWN: tuple[Kind, ...] = ("requests", "tokens")
+"""Kinds of limits that have headers."""
+
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
@@ -93,6 +96,11 @@ class Quotas:
         self._held[lease] = taken
         return Quota(self, store, taken)
 
+    async def standing(self, claims: list[Claim]) -> Headers:
+        """`x-ratelimit-*` as it is now, for an answer that takes nothing."""
+        shown = [claim for claim in claims if claim.kind in SHOWN]
+        return standing_headers(await self._store.look(shown)) if shown else ()
+
     def give_back(self, store: LimitStore, taken: Taken, unused_tokens: int) -> None:
         """At once where the store is here, soon where it is not."""
         self._held.pop(taken.lease, None)
@@ -150,7 +158,7 @@ class Quota:
 def standing_headers(standings: Mapping[str, Standing]) -> Headers:
     """`x-ratelimit-*`, of the tightest limit of each kind. Durations as OpenAI writes them."""
     out: list[tuple[bytes, bytes]] = []
-    for kind in ("requests", "tokens"):
+    for kind in SHOWN:
         of_kind = [s for name, s in standings.items() if name.rpartition(":")[2] == kind]
         if not of_kind:
             continue

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +35,7 @@ CONNECTIONS = 8
 AWAY_S = 5.0
 """How long Redis is left alone after it failed."""
 
+# Without a lease it only looks.
 _TAKE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -85,7 +86,7 @@ for i = 1, #KEYS do
     end
   end
 end
-if denied == 0 then
+if denied == 0 and lease ~= '' then
   for i = 1, #KEYS do
     local kind, cost = ARGV[2 + 3 * i], ARGV[4 + 3 * i] + 0
     if kind == 'concurrency' then
@@ -211,15 +212,24 @@ class RedisStore:
                 self._here.add(lease)
             return taken
         denied, wait_ms, slot, *totals = (int(value) for value in answer)
-        standings = {
-            claim.name: Standing(claim.limit, max(0, claim.limit - total), reset_ms / 1000)
-            for claim, total, reset_ms in zip(claims, totals[::2], totals[1::2], strict=True)
-        }
+        standings = _standings(claims, totals)
         if denied:
             wait_s = {-1: None, -2: math.inf}.get(wait_ms, wait_ms / 1000)
             return Denied(claims[denied - 1], wait_s, standings)
         slots = {claim.name: slot for claim in claims}
         return Taken(lease, tuple(claims), slots, standings)
+
+    async def look(self, claims: Sequence[Claim]) -> Mapping[str, Standing]:
+        """See `LimitStore`."""
+        if not claims:
+            return {}
+        arguments: list[Any] = [self._slot_ms, SLOTS, self._lease_ms, ""]
+        for claim in claims:
+            arguments += [claim.kind, claim.limit, 0]
+        answer = await self._ask(self._take, [self._key(c) for c in claims], arguments)
+        if answer is None:
+            return await self._local.look(claims)
+        return _standings(claims, [int(value) for value in answer[3:]])
 
     async def give_back(self, taken: Taken, unused_tokens: int) -> None:
         """See `LimitStore`. What cannot be given back runs out of the window by itself."""
@@ -271,6 +281,14 @@ class RedisStore:
 
     def _key(self, claim: Claim) -> str:
         return f"{self._prefix}:{{tailrace}}:{claim.name}"
+
+
+def _standings(claims: Sequence[Claim], totals: Sequence[int]) -> dict[str, Standing]:
+    """`totals`: what is taken of each claim's limit, and milliseconds until it is reset."""
+    return {
+        claim.name: Standing(claim.limit, max(0, claim.limit - total), reset_ms / 1000)
+        for claim, total, reset_ms in zip(claims, totals[::2], totals[1::2], strict=True)
+    }
 
 
 def _without_password(url: str) -> str:

@@ -67,6 +67,10 @@ class LimitStore(Protocol):
         """All claims or none, atomically. `lease` is unique."""
         ...
 
+    async def look(self, claims: Sequence[Claim]) -> Mapping[str, Standing]:
+        """How the limits of these claims stand, by claim name. Takes nothing."""
+        ...
+
     async def give_back(self, taken: Taken, unused_tokens: int) -> None:
         """The request ended; `unused_tokens` of its token claims were not needed."""
         ...
@@ -111,6 +115,9 @@ class MemoryStore:
             else:
                 slots[claim.name] = owner.window.take(claim.cost, now)
         return Taken(lease, tuple(claims), slots, self._standings(claims, now))
+
+    async def look(self, claims: Sequence[Claim]) -> Mapping[str, Standing]:
+        return self._standings(claims, self._clock())
 
     async def give_back(self, taken: Taken, unused_tokens: int) -> None:
         self.give_back_now(taken, unused_tokens)

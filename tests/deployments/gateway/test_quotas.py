@@ -122,6 +122,37 @@ async def test_a_tenants_bodies_are_bounded_apart(gateway, path):
     assert (await gateway.post(path, big, headers=auth("op"))).status == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/detokenize", {"tokens": [1]}, 200),
+        ("/tokenize", {"model": "gone", "prompt": "a"}, 404),
+        (PATH, {"prompt": 5}, 400),
+        (PATH, {"prompt": "a", "model": "gone"}, 404),
+        (PATH, {"prompt": "a" * 2000}, 413),
+        (PATH, {"prompt": "a", "service_tier": "batch"}, 429),
+    ],
+)
+async def test_how_limits_stand_is_told_with_every_answer(gateway, path, fields, status):
+    quota = {"requests_per_minute": 10, "tokens_per_minute": 100}
+    step = {"action": "shed", "above": 1e-6}
+    tiers = {"default": {}, "batch": {"queue_s": 1, "ladder": [step]}}
+    gateway.state.apply(config({"a": quota}, limits={"max_body_bytes": 1024}, tiers=tiers))
+    waits, _ = gateway.state.pressures.of("tiny", "batch")
+    waits.began(time.monotonic() - 20)
+    answer = await gateway.post(path, {"model": "tiny", **fields}, headers=auth("a"))
+    assert answer.status == status
+    # What is refused took nothing; turning text into tokens takes a request.
+    left = "9" if path != PATH else "10"
+    assert answer.headers["x-ratelimit-remaining-requests"] == left
+    assert answer.headers["x-ratelimit-limit-tokens"] == "100"
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "100"
+    stranger = await gateway.post(path, {"model": "tiny", **fields})
+    assert stranger.status == 401
+    assert not [name for name in stranger.headers if name.startswith("x-ratelimit")]
+
+
 async def test_tokens_are_reserved_whole_and_what_was_not_used_comes_back(gateway):
     # The script answers with fewer tokens than were allowed.
     gateway.state.apply(config({"a": {"tokens_per_minute": 100, "requests_per_minute": 50}}))

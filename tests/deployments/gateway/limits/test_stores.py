@@ -107,6 +107,17 @@ async def test_unused_tokens_come_back_and_used_ones_do_not(store):
     assert isinstance(await store.take("d", [tokens(300)]), Taken)
 
 
+async def test_a_look_takes_nothing(store):
+    claims = [requests(), tokens(70), at_once()]
+    before = await store.look(claims)
+    assert [(s.remaining, s.reset_s) for s in before.values()] == [(5, 0.0), (1000, 0.0), (2, 0.0)]
+    assert isinstance(await store.take("a", claims), Taken)
+    for _ in range(3):
+        after = await store.look(claims)
+    assert [s.remaining for s in after.values()] == [4, 930, 1]
+    assert 0 < after["tenant:a:requests"].reset_s <= 62
+
+
 async def test_more_than_the_whole_limit_is_told_so(store):
     denied = await store.take("a", [tokens(1001)])
     assert isinstance(denied, Denied)
