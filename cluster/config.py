@@ -99,23 +99,30 @@ class ServeConfig:
     @property
     def models(self) -> set[str]:
         """Names under which the gateways of this file serve models."""
-        return {
-            model["name"]
+        return {model["name"] for model in self._served}
+
+    @property
+    def _served(self) -> list[dict[str, Any]]:
+        """What gateways say of the models that they serve."""
+        return [
+            model
             for application in self.data["applications"]
             for deployment in application.get("deployments") or ()
             if deployment["name"] == "Gateway"
             for model in (deployment.get("user_config") or {}).get("models") or ()
             if isinstance(model, dict) and "name" in model
-        }
+        ]
 
     @property
     def telling_pools(self) -> set[tuple[str, str]]:
         """Application and deployment of every pool that may be there, computes a model and tells
-        gateways about itself."""
+        gateways about itself: those that no gateway serves have nobody to tell."""
+        served = {model.get("app", model["name"]) for model in self._served}
         return {
             (application["name"], pool)
             for application in self.data["applications"]
             if application.get("import_path") == "deployments.app:model"
+            and application["name"] in served
             and (application.get("args") or {}).get("source") != "synthetic"
             for pool in {"Decode", "Prefill"}.difference(
                 deployment["name"]

@@ -53,8 +53,9 @@ SERVE_DEFAULTS: Mapping[str, str] = {
     # takes a fraction of a second. Requests under way are waited for in any case.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     # Each change of replicas starts a new balancer process; the old one keeps its open streams
-    # this long, so it bounds the longest answer that survives a redeploy.
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
+    # this long, so it bounds the longest request that survives a redeploy: as packaged, an hour of
+    # waiting (`max_wait_s` of batch) and ten minutes of answering (`request_timeout_s`).
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "4200",
     # Ray times each event of its own loops for a debug log: 7 % of what an idle cluster takes.
     "RAY_event_stats": "0",
     # Serve's own buckets jump from 2 s to 5 and 10, which is where tails are.

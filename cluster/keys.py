@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cluster.cli import emit, json_option, say
 from deployments.gateway.identity.config import DEFAULT_TENANT, Directory, Key
-from deployments.gateway.identity.keyring import hash_key, new_key
+from deployments.gateway.identity.keyring import KeyRing, hash_key, new_key
 from deployments.gateway.identity.source import read_directory
 from engine.errors import ConfigError
 
@@ -73,6 +73,9 @@ def new(
 def check(path: Path, as_json: bool) -> None:
     """Say whether a gateway would take a keys_file."""
     directory = _read(path)
+    KeyRing(
+        directory
+    )  # Tenants may also be declared beside the file: that is the gateway's to say.
     found = [
         {
             "id": key.id,
@@ -122,6 +125,12 @@ def _add(path: Path, entry: dict[str, Any]) -> None:
         directory = _read(path)
         if any(key.id == entry["id"] for key in directory.keys):
             raise ConfigError(f"{path}: it has a key {entry['id']!r} already; choose another id")
+        tenants = directory.tenants
+        if tenants and entry["tenant"] not in tenants:
+            raise ConfigError(
+                f"{path}: there is no tenant {entry['tenant']!r} in it, and gateways would refuse "
+                f"the file; give --tenant one of {', '.join(sorted(tenants))}, or declare it first"
+            )
         content = yaml.safe_load(path.read_text()) or {}
     content["keys"] = [*(content.get("keys") or []), entry]
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")

@@ -99,12 +99,14 @@ def traffic(
             f"{trace.path}: lengths without arrivals: give a trace that has times, or --trace none"
         )
     rows = trace.repeated(math.ceil(samples / len(trace.requests))).requests[:samples]
-    faster = trace.rate / rate
+    first_s, last_s = rows[0].at_s or 0.0, rows[-1].at_s or 0.0
+    # Of the rows that are sent: a part of a trace has a rate of its own.
+    faster = (samples - 1) / rate / (last_s - first_s) if last_s > first_s else 1.0
     lengths = [batch.scaled(row.input_tokens, row.output_tokens) for row in trace.requests]
     random.Random(2).shuffle(lengths)
     return Traffic(
         trace=trace,
-        times_s=tuple((row.at_s or 0.0) * faster for row in rows),
+        times_s=tuple(((row.at_s or 0.0) - first_s) * faster for row in rows),
         interactive=tuple(interactive.scaled(r.input_tokens, r.output_tokens) for r in rows),
         batch=tuple(lengths),
     )

@@ -82,7 +82,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 _WHO = "tailrace.who"
-"""In the scope of a request whose sender is known: the state that knows it."""
+"""In the scope of a request whose sender is known: the state that knows it, and who it is."""
 
 _BEHIND_THE_DOOR = AssertionError("`FrontDoor` answers this before any router")
 
@@ -156,14 +156,17 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
     @app.get("/v1/models", responses=_ERRORS)
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
-        visible = visible_models(state.backend, identity_of(request, state))
-        return _json({"object": "list", "data": [model_body(info) for info in visible]})
+        identity = identity_of(request, state)
+        visible = visible_models(state.backend, identity)
+        body = {"object": "list", "data": [model_body(info) for info in visible]}
+        return _json(body, await _standing(identity, state))
 
     @app.get("/v1/models/{model_id:path}", responses=_ERRORS)
     async def model(request: Request, model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         state = get_state()
         identity = identity_of(request, state)
-        return _json(model_body(await find_model(state.backend, state.config, identity, model_id)))
+        info = await find_model(state.backend, state.config, identity, model_id)
+        return _json(model_body(info), await _standing(identity, state))
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -194,7 +197,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
             "tokens": ids,
             "token_strs": strings,
         }
-        return _json(answer, await _standing(request, state))
+        return _json(answer, await _standing(identity, state))
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -203,7 +206,7 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
         body = parse(DetokenizeRequest, await _read(request, state, identity))
         info = await find_model(state.backend, state.config, identity, body.model)
         text = info.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return _json({"prompt": text}, await _standing(request, state))
+        return _json({"prompt": text}, await _standing(identity, state))
 
     @app.get("/health", responses=_ERRORS)
     async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -239,13 +242,12 @@ def _declare(get_state: Callable[[], GatewayState], echo_request_id: bool) -> Fa
 def identity_of(request: Request, state: GatewayState) -> Identity:
     """Who asks. Raises RequestError (401)."""
     identity = state.identify(call_of(request.scope).headers)
-    request.scope[_WHO] = state
+    request.scope[_WHO] = state, identity
     return identity
 
 
-async def _standing(request: Request, state: GatewayState) -> Headers:
+async def _standing(identity: Identity, state: GatewayState) -> Headers:
     """How the limits of whoever asks stand now."""
-    identity = identity_of(request, state)
     return await state.quotas.standing(identity.claims(tokens=0, retry=False))
 
 
@@ -280,9 +282,10 @@ def _response(failure: Failure) -> Response:
 
 async def _on_engine_error(request: Request, error: Exception) -> Response:
     failure = describe(error, call_of(request.scope).request_id)
-    state: GatewayState | None = request.scope.get(_WHO)
-    if state is not None and not isinstance(error, LimitExceeded):
-        told = await _standing(request, state)
+    known: tuple[GatewayState, Identity] | None = request.scope.get(_WHO)
+    if known is not None and not isinstance(error, LimitExceeded):
+        state, identity = known
+        told = await _standing(identity, state)
         failure = replace(failure, headers=(*failure.headers, *told))
     return _response(failure)
 

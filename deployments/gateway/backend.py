@@ -80,6 +80,12 @@ class Place:
     answer_s: float | None = None
     """Longest that may be worked on it from its grant on, by the gateway's own limit."""
 
+    whole_until_s: float | None = None
+    """When the client gives up on the whole answer. None: it has as long as the gateway allows."""
+
+    wait_until_s: float | None = None
+    """When its tier's longest wait is over, also while the queue is away."""
+
 
 ANYWHERE = Place()
 """Of a request that nobody placed."""

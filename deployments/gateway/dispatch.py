@@ -228,8 +228,10 @@ class ClusterStream:
         if self.admitted_s is None:
             self.admitted_s = time.monotonic()
             if self._place.answer_s is not None:
+                # The wait is over, however long it was: what is left is for the answer.
                 ends = self.admitted_s + self._place.answer_s
-                self._deadline = ends if self._deadline is None else min(self._deadline, ends)
+                client_s = self._place.whole_until_s
+                self._deadline = ends if client_s is None else min(ends, client_s)
         self.replica = replica
         leg = _Leg(
             self,
@@ -537,7 +539,9 @@ class ModelClient:
             else:
                 self.placements.by_queue += 1
                 return grant.replica_id, grant
-            if not await self._queue.wait_available(left_s()):
+            longest = [left_s(), place.wait_until_s and place.wait_until_s - time.monotonic()]
+            away_s = min((s for s in longest if s is not None), default=None)
+            if not await self._queue.wait_available(away_s):
                 raise Overloaded(
                     "the admission queue is away, and this request may wait for it: try again",
                     code="queue_timeout",

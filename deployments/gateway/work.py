@@ -283,6 +283,8 @@ class Generation:
             may_wait=targets.ttft_s is None,
             patient_until_s=None if self._first_s is None else call.received_s + self._first_s,
             answer_s=limits.request_timeout_s,
+            whole_until_s=None if self._patient_until is None else self._patient_until[0],
+            wait_until_s=call.received_s + targets.max_wait_s,
         )
         self._pace = Pace(self._series.itl if self._config.metrics else None)
         if plan.stream:

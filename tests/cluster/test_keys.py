@@ -61,6 +61,21 @@ def test_an_id_is_not_given_twice_and_the_file_stays_as_it_was(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["keys.yaml"]
 
 
+def test_a_key_of_a_tenant_that_the_file_does_not_declare_is_not_made(tmp_path):
+    """Gateways would refuse the whole file."""
+    path = tmp_path / "keys.yaml"
+    path.write_text("tenants: {team: {weight: 2}}\n")
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=r"no tenant 'default' in it.*team"):
+        call("new", "--id", "one", "--file", str(path))
+    assert path.read_text() == before
+    made("--id", "one", "--tenant", "team", "--file", str(path))
+    assert call("check", str(path)).stdout == "one  team\n"
+    path.write_text(path.read_text().replace("tenant: team", "tenant: taem"))
+    with pytest.raises(ConfigError, match="'one': there is no tenant 'taem'"):
+        call("check", str(path))
+
+
 def test_check_lists_keys_and_refuses_a_broken_file(tmp_path):
     path = tmp_path / "keys.yaml"
     made("--id", "one", "--tenant", "team", "--file", str(path))

@@ -77,7 +77,10 @@ def serve_config(**user_config: bool) -> ServeConfig:
         "name": "g",
         "import_path": "deployments.app:gateway",
         "deployments": [
-            {"name": "Gateway", "user_config": {"models": [{"name": "m", "app": "a"}]}}
+            {
+                "name": "Gateway",
+                "user_config": {"models": [{"name": "m", "app": "a"}, {"name": "s", "app": "s"}]},
+            }
         ],
     }
     models = [
@@ -87,7 +90,7 @@ def serve_config(**user_config: bool) -> ServeConfig:
             "args": {"name": name, "source": source},
             "deployments": [{"name": "Decode", "user_config": {"revision": 1, **user_config}}],
         }
-        for name, source in (("a", "fake"), ("s", "synthetic"))
+        for name, source in (("a", "fake"), ("s", "synthetic"), ("unserved", "fake"))
     ]
     return ServeConfig(source="c.yaml", data={"applications": [gateway, *models]})
 

@@ -154,10 +154,15 @@ def test_a_traces_lengths_and_gaps_are_scaled_and_keep_their_proportions():
     kinds = {"interactive": Kind(fixed=Size(1, 1), factor=0.1), "batch": PLAN.batch}
     offered = traffic(trace, rate=20.0, samples=700, **kinds)
     assert len(offered.times_s) == len(offered.interactive) == 700
-    assert 699 / offered.times_s[-1] == pytest.approx(20.0, rel=0.1)
+    assert offered.times_s[0] == 0.0
+    assert 699 / offered.times_s[-1] == pytest.approx(20.0)
+    few = traffic(trace, rate=20.0, samples=50, **kinds)
+    assert 49 / few.times_s[-1] == pytest.approx(20.0)
     rows = trace.requests
-    gaps = [(later - sooner) * 20.0 for sooner, later in pairwise(offered.times_s)]
-    wanted = [(b.at_s - a.at_s) * trace.rate for a, b in pairwise(rows)]
+    gaps = [later - sooner for sooner, later in pairwise(offered.times_s)]
+    wanted = [b.at_s - a.at_s for a, b in pairwise(rows)]
+    scale = sum(gaps[: len(wanted)]) / sum(wanted)
+    wanted = [scale * gap for gap in wanted]
     assert gaps[: len(wanted)] == pytest.approx(wanted, abs=1e-6)
     assert gaps[len(rows) : len(rows) + len(wanted)] == pytest.approx(wanted, abs=1e-6)
     assert [(size.prompt, size.tokens) for size in offered.interactive[300:303]] == [

@@ -236,6 +236,27 @@ async def test_who_only_tried_while_the_queue_was_away_stands_behind_more_urgent
     assert order == ["urgent", "priority", "default", "batch"]
 
 
+async def test_who_may_wait_for_the_queue_waits_as_long_as_its_tier_does(local_cluster):
+    """Not for the time of its answer besides."""
+    cluster = local_cluster(prefill=False)
+    await cluster.add_decode("d0")
+    client = await cluster.add_gateway("g0")
+    await answer(client, request(5, 4, 4))
+
+    async def nowhere() -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    client._queue._queues._kept[0]._find_address = nowhere
+    await cluster.queue.close()
+    while client._queue.available:
+        await asyncio.sleep(0.005)
+    place = Place(may_wait=True, answer_s=600.0, wait_until_s=time.monotonic() + 0.2)
+    with pytest.raises(Overloaded) as refused:
+        await client.open(request(6, 4, 4), n=1, remaining_s=4200.0, place=place)
+    assert refused.value.code == "queue_timeout"
+
+
 async def test_a_replica_that_serve_takes_back_gets_work_again(local_cluster):
     cluster = local_cluster(prefill=False)
     decode = await cluster.add_decode("d0")
@@ -312,7 +333,8 @@ async def test_the_time_for_an_answer_counts_from_its_grant(local_cluster, monke
     place = Place(answer_s=50.0)
     first = Reader(await client.open(request(4, 10, 4000), n=1, remaining_s=900.0, place=place))
     await first.each_has(3)
-    second = asyncio.create_task(client.open(request(5, 4, 4), n=1, remaining_s=900.0, place=place))
+    # The wait and the answer had 30 s together; what is left of that is not what the answer has.
+    second = asyncio.create_task(client.open(request(5, 4, 4), n=1, remaining_s=30.0, place=place))
     while client._queue.num_waiting < 1:
         await asyncio.sleep(0.005)
     waited_s = time.monotonic()
@@ -326,7 +348,8 @@ async def test_the_time_for_an_answer_counts_from_its_grant(local_cluster, monke
     # Of what the replica is told nothing went to the wait; a client in more haste is told instead.
     assert stream._deadline == stream.admitted_s + 50.0
     assert told["r5"] is not None
-    assert 0 < told["r5"] <= 50_000
+    assert 30_000 < told["r5"] <= 50_000
+    place = replace(place, whole_until_s=time.monotonic() + 40.0)
     hasty = await client.open(request(6, 4, 4), n=1, remaining_s=40.0, place=place)
     await Reader(hasty).task
     assert told["r6"] is not None

@@ -127,6 +127,9 @@ async def test_a_tenants_bodies_are_bounded_apart(gateway, path):
     [
         ("/tokenize", {"prompt": "a"}, 200),
         ("/detokenize", {"tokens": [1]}, 200),
+        ("/v1/models", None, 200),
+        ("/v1/models/tiny", None, 200),
+        ("/v1/models/gone", None, 404),
         ("/tokenize", {"model": "gone", "prompt": "a"}, 404),
         (PATH, {"prompt": 5}, 400),
         (PATH, {"prompt": "a", "model": "gone"}, 404),
@@ -141,14 +144,20 @@ async def test_how_limits_stand_is_told_with_every_answer(gateway, path, fields,
     gateway.state.apply(config({"a": quota}, limits={"max_body_bytes": 1024}, tiers=tiers))
     waits, _ = gateway.state.pressures.of("tiny", "batch")
     waits.began(time.monotonic() - 20)
-    answer = await gateway.post(path, {"model": "tiny", **fields}, headers=auth("a"))
+
+    async def ask(**how):
+        if fields is None:
+            return await gateway.raw("GET", path, b"", **how)
+        return await gateway.post(path, {"model": "tiny", **fields}, **how)
+
+    answer = await ask(headers=auth("a"))
     assert answer.status == status
-    # What is refused took nothing; turning text into tokens takes a request.
-    left = "9" if path != PATH else "10"
+    # What is refused took nothing, nor do lists; turning text into tokens takes a request.
+    left = "9" if path.endswith("tokenize") else "10"
     assert answer.headers["x-ratelimit-remaining-requests"] == left
     assert answer.headers["x-ratelimit-limit-tokens"] == "100"
     assert answer.headers["x-ratelimit-remaining-tokens"] == "100"
-    stranger = await gateway.post(path, {"model": "tiny", **fields})
+    stranger = await ask()
     assert stranger.status == 401
     assert not [name for name in stranger.headers if name.startswith("x-ratelimit")]
 
