@@ -153,7 +153,7 @@ async def test_nobody_starves_under_a_flood_from_above_or_beside(
         while not over.is_set():
             answer = await caller.ask(tier, 20)
             served[name].append(answer)
-            if all(len(served[each]) >= 12 for each in quiet):
+            if all(len(served[each]) >= 15 for each in quiet):
                 over.set()
             if answer.status != 200:
                 await asyncio.sleep(0.5)
@@ -162,8 +162,9 @@ async def test_nobody_starves_under_a_flood_from_above_or_beside(
         *(ask_on(callers(i % 2), "priority", "urgent") for i in range(8)),
         *(ask_on(callers(i % 2, "flood"), "default", "flood") for i in range(24)),
         ask_on(callers(0, "polite"), "default", "polite"),
-        *(ask_on(callers(i, "guest"), "flex", "flex") for i in range(2)),
-        *(ask_on(callers(i, "guest"), "batch", "batch") for i in range(2)),
+        # So many that some always wait: what makes way in the engine takes longer and asks for less.
+        *(ask_on(callers(i % 2, "guest"), "flex", "flex") for i in range(5)),
+        *(ask_on(callers(i % 2, "guest"), "batch", "batch") for i in range(5)),
     )
     for name, tier in quiet.items():
         assert [answer.body for answer in served[name] if answer.status != 200] == []

@@ -63,15 +63,15 @@ class RankAgents:
             raise ConfigError(
                 "transport=nixl: the ranks of this engine were started without it: set kv_reads"
             )
+        rank = 0
         try:
-            for channel in self._channels:
+            for rank, channel in enumerate(self._channels):
                 channel.send([Kind.OPEN_AGENT, window_bytes])
             deadline = time.monotonic() + 2 * START_LIMIT_S
-            for channel in self._channels:
+            for rank, channel in enumerate(self._channels):
                 card = _card(channel.receive(max(1.0, deadline - time.monotonic())))
                 self._agents.append(RankAgent(self, channel, card))
         except (ChannelError, TransferError) as error:
-            rank = len(self._agents)
             raise ConfigError(f"transport=nixl: rank {rank} has no agent: {error}") from error
         for thread in self._threads:
             thread.start()
