@@ -356,6 +356,15 @@ def _memory(
 def main() -> None:
     """Entry point of the console script."""
     try:
+        _run()
+    except (click.Abort, KeyboardInterrupt):
+        # Also while another error was being told.
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+
+
+def _run() -> None:
+    try:
         commands.main(standalone_mode=False)
     except EngineError as error:
         click.echo(f"error: {error}", err=True)
@@ -363,9 +372,6 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
 

@@ -865,8 +865,8 @@ class Scheduler:
         for level, tracked in sorted(parked, key=lambda each: (each[0], each[1].arrival)):
             if not self._has_slot() or (urgent is not None and urgent.request.priority < level):
                 return
-            if tracked.paused or tracked.parked_at == step.now:
-                continue  # what this step parked stays so: its plan says that it left
+            if tracked.paused:
+                continue
             del self._parked[tracked.request_id]
             tracked.level = level
             tracked.move(State.RUNNING)

@@ -162,7 +162,7 @@ async def test_nobody_starves_under_a_flood_from_above_or_beside(
         *(ask_on(callers(i % 2), "priority", "urgent") for i in range(8)),
         *(ask_on(callers(i % 2, "flood"), "default", "flood") for i in range(24)),
         ask_on(callers(0, "polite"), "default", "polite"),
-        # So many that some always wait: what makes way in the engine takes longer and asks for less.
+        # So many that some always wait: who makes way in the engine takes longer, asks less often.
         *(ask_on(callers(i % 2, "guest"), "flex", "flex") for i in range(5)),
         *(ask_on(callers(i % 2, "guest"), "batch", "batch") for i in range(5)),
     )

@@ -65,12 +65,15 @@ class RankAgents:
             )
         rank = 0
         try:
-            for rank, channel in enumerate(self._channels):
-                channel.send([Kind.OPEN_AGENT, window_bytes])
+            while rank < len(self._channels):
+                self._channels[rank].send([Kind.OPEN_AGENT, window_bytes])
+                rank += 1
             deadline = time.monotonic() + 2 * START_LIMIT_S
-            for rank, channel in enumerate(self._channels):
+            rank = 0
+            for channel in self._channels:
                 card = _card(channel.receive(max(1.0, deadline - time.monotonic())))
                 self._agents.append(RankAgent(self, channel, card))
+                rank += 1
         except (ChannelError, TransferError) as error:
             raise ConfigError(f"transport=nixl: rank {rank} has no agent: {error}") from error
         for thread in self._threads:
