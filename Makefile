@@ -2,12 +2,13 @@
 # make test    set up and run the tests
 # make lint    set up and run what CI checks besides
 #
-# Variables: PYTHON (3.10 or newer), ARGS (for `tailrace up`), PYTEST_ARGS, and for a GPU machine
-# TORCH=torch==2.13.0 EXTRAS=gpu (see constraints.txt).
+# Variables: PYTHON (3.10 or newer), ARGS (for `tailrace up`), PYTEST_ARGS (all but -m), JOBS (test
+# processes at once), and for a GPU machine TORCH=torch==2.13.0 EXTRAS=gpu (see constraints.txt).
 
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 EXTRAS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,8 +28,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 serve: $(VENV)/.installed
 	$(BIN)/tailrace up $(ARGS)
 
+# What starts no cluster shares the cores; clusters then have the machine, one after the other. Of
+# the two runs one may have nothing to do (5), as where PYTEST_ARGS names a single file.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@one=0; two=0; \
+	$(BIN)/python -m pytest -m 'not cluster' -n $(JOBS) --dist loadfile $(PYTEST_ARGS) || one=$$?; \
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS) || two=$$?; \
+	case "$$one $$two" in "0 0" | "0 5" | "5 0") ;; *) exit 1;; esac
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
