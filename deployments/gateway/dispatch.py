@@ -539,8 +539,8 @@ class ModelClient:
             else:
                 self.placements.by_queue += 1
                 return grant.replica_id, grant
-            longest = [left_s(), place.wait_until_s and place.wait_until_s - time.monotonic()]
-            away_s = min((s for s in longest if s is not None), default=None)
+            limits = [at_s for at_s in (until, place.wait_until_s) if at_s is not None]
+            away_s = min(limits) - time.monotonic() if limits else None
             if not await self._queue.wait_available(away_s):
                 raise Overloaded(
                     "the admission queue is away, and this request may wait for it: try again",

@@ -63,19 +63,16 @@ class RankAgents:
             raise ConfigError(
                 "transport=nixl: the ranks of this engine were started without it: set kv_reads"
             )
-        rank = 0
-        try:
-            while rank < len(self._channels):
-                self._channels[rank].send([Kind.OPEN_AGENT, window_bytes])
-                rank += 1
-            deadline = time.monotonic() + 2 * START_LIMIT_S
-            rank = 0
-            for channel in self._channels:
+        for channel in self._channels:
+            with contextlib.suppress(ChannelError):  # its answer is missed below
+                channel.send([Kind.OPEN_AGENT, window_bytes])
+        deadline = time.monotonic() + 2 * START_LIMIT_S
+        for rank, channel in enumerate(self._channels):
+            try:
                 card = _card(channel.receive(max(1.0, deadline - time.monotonic())))
-                self._agents.append(RankAgent(self, channel, card))
-                rank += 1
-        except (ChannelError, TransferError) as error:
-            raise ConfigError(f"transport=nixl: rank {rank} has no agent: {error}") from error
+            except (ChannelError, TransferError) as error:
+                raise ConfigError(f"transport=nixl: rank {rank} has no agent: {error}") from error
+            self._agents.append(RankAgent(self, channel, card))
         for thread in self._threads:
             thread.start()
         return list(self._agents)
